@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.flows.monitoring.restarted import restarted_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -26,7 +26,7 @@ _DIGITS = 12  # of a digest, enough for a million runs below one flow run
 _calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
 
 
-def seat_for(scaling: ScalingConfig) -> GpuSeat:
+def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
     """Return the GPUs that ranks need, which are yet to be taken.
 
     Raises:
@@ -34,9 +34,11 @@ def seat_for(scaling: ScalingConfig) -> GpuSeat:
 
     """
     owner = f"flow run {flow_run.name}"
-    seat = GpuSeat(scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0, scaling.wait_for_gpus_s, owner)
-    seat.check()
-    return seat
+    gpus = GpuAllocation(
+        scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0, scaling.wait_for_gpus_s, owner
+    )
+    gpus.check()
+    return gpus
 
 
 def machines_for(scaling: ScalingConfig) -> Machines | None:

@@ -13,7 +13,7 @@ from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.gpus import GpusBusyError, GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation, GpusBusyError
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.liveness import is_being_trained
@@ -26,7 +26,7 @@ from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import find_named, machines_for, seat_for
+from .arguments import find_named, gpus_for, machines_for
 from .short_tracebacks import short_tracebacks, shorten_logs
 
 
@@ -155,13 +155,13 @@ def evaluate(
     shorten_logs()
     tie_embedded_server()
     scaling = scaling or ScalingConfig()
-    seat, machines = seat_for(scaling), machines_for(scaling)
+    gpus, machines = gpus_for(scaling), machines_for(scaling)
     spec = configured_storage(storage)
     packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))
     job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     chosen = _choose(spec, run, checkpoints, name, poll_s if watch else None)
     with outlast_api_outages():
-        return _evaluate_all(job, seat, machines, chosen)
+        return _evaluate_all(job, gpus, machines, chosen)
 
 
 def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
@@ -214,13 +214,13 @@ def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[Chec
 
 
 def _evaluate_all(
-    job: EvaluationJob, seat: GpuSeat, machines: Machines | None, checkpoints: Iterable[CheckpointRef]
+    job: EvaluationJob, gpus: GpuAllocation, machines: Machines | None, checkpoints: Iterable[CheckpointRef]
 ) -> dict[str, Metrics]:
     evaluated: dict[str, Metrics] = {}
     failure: Exception | None = None
     for checkpoint in checkpoints:
         try:
-            metrics = evaluate_checkpoint(job, checkpoint, seat, machines)
+            metrics = evaluate_checkpoint(job, checkpoint, gpus, machines)
         except Exception as exc:
             if _is_final(exc):
                 raise

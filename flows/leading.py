@@ -11,7 +11,7 @@ from prefect.states import Cancelled, Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
@@ -47,13 +47,13 @@ def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[A
 
 
 def lead_training(
-    job: TrainJob, seat: GpuSeat, machines: Machines | None, termination: Termination, observers: Sequence[Observer]
+    job: TrainJob, gpus: GpuAllocation, machines: Machines | None, termination: Termination, observers: Sequence[Observer]
 ) -> Any:
     """Run the attempts of a training within the current flow run, and return rank 0's return value.
 
     Args:
         job: The training.
-        seat: The GPUs of its ranks, which are released at the end.
+        gpus: The GPUs of its ranks, which are released at the end.
         machines: The machines of its ranks, which are given back at the end; None for this one.
         termination: Whether the flow run is being terminated.
         observers: They are notified of every event of the training.
@@ -83,13 +83,13 @@ def lead_training(
         notified = Observers(observers)
         try:
             with outlast_api_outages():
-                return led(job, notified, termination, restarts, seat, machines)
+                return led(job, notified, termination, restarts, gpus, machines)
         except TERMINATIONS:
             if not isinstance(termination.cause, Interruption):  # that is no end, and has no hook
                 _record_termination(termination.outcome)
             raise
         finally:
-            seat.release()
+            gpus.release()
             if machines is not None:
                 machines.close()
             notified.close()

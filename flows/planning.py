@@ -15,7 +15,7 @@ from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -154,18 +154,18 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
     if not scaling.use_gpu:
         yield PlanLine("gpus", "ok", f"{ranks} without a GPU")
         return
-    seat = GpuSeat(scaling.most_workers, 0.0, "a plan")
-    seat.check()
+    gpus = GpuAllocation(scaling.most_workers, 0.0, "a plan")
+    gpus.check()
     try:
-        seat.take(lambda: None)
+        gpus.take(lambda: None)
     except GpusBusyError as exc:
         waits = "fails" if scaling.wait_for_gpus_s == 0 else "waits"
         in_use = str(exc).removesuffix("; wait_for_gpus_s=0 is over")
         yield PlanLine("gpus", "wrong" if waits == "fails" else "warning", f"{in_use}; the training {waits}")
     else:
-        yield PlanLine("gpus", "ok", f"{ranks}, each with a GPU, which are free: {', '.join(seat.uuids)}")
+        yield PlanLine("gpus", "ok", f"{ranks}, each with a GPU, which are free: {', '.join(gpus.uuids)}")
     finally:
-        seat.release()
+        gpus.release()
 
 
 def _check_grace(scaling: ScalingConfig, failure: FailureConfig) -> Iterator[PlanLine]:

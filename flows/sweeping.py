@@ -48,7 +48,7 @@ from prefect_torch.tasks.training.unusable_storage import unusable_storage_expla
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import name_of_flow_run, restarted_by_this, seat_for
+from .arguments import gpus_for, name_of_flow_run, restarted_by_this
 from .interruptions import spared_from_suspension
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
@@ -145,7 +145,7 @@ def sweep(
     storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
     working_dir = None
     if trials_on is None:
-        seat_for(scaling)
+        gpus_for(scaling)
         if run_config.working_dir is not None:  # once, so that all trials run the same code
             working_dir = pack_directory(run_config.working_dir, storage.url)
         function = pack_function(train_fn, {}).name

@@ -30,7 +30,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import initial_checkpoint, machines_for, name_of_flow_run, restarted_by_this, seat_for
+from .arguments import gpus_for, initial_checkpoint, machines_for, name_of_flow_run, restarted_by_this
 from .cluster_runner import with_cluster_of_runner
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
@@ -129,19 +129,19 @@ def train(
     shorten_logs()
     tie_embedded_server()
     scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
-    seat, machines = seat_for(scaling), machines_for(scaling)
+    gpus, machines = gpus_for(scaling), machines_for(scaling)
     job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure, resume_from)
     _introduce(job)
     termination = Termination(failure.grace_s)
     job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
-    pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids))
+    pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids))
     location = LocationObserver(job)
     try:
         with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
             return_value = lead_training(
                 job,
-                seat,
+                gpus,
                 machines,
                 termination,
                 [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],

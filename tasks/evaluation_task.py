@@ -1,7 +1,7 @@
 """The Prefect task that evaluates one checkpoint: a group of ranks runs the user's function, and its metrics are attached."""
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,11 @@ from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.tasks.gang.gang import meet
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.gang.rank_logs import RankLogs, rank_logs
+from prefect_torch.tasks.gang.starting import first_rank, start_gang
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import LogLevel, LogRanks, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -60,7 +60,7 @@ class EvaluationJob:
     persist_result=False,
 )
 def evaluate_checkpoint(
-    job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat | None = None, machines: Machines | None = None
+    job: EvaluationJob, checkpoint: CheckpointRef, gpus: GpuAllocation | None = None, machines: Machines | None = None
 ) -> Metrics | None:
     """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
 
@@ -69,7 +69,7 @@ def evaluate_checkpoint(
     Args:
         job: The evaluation.
         checkpoint: The checkpoint.
-        seat: The GPUs of the ranks, which are taken for the time of this call; None if they have none here.
+        gpus: The GPUs of the ranks, which are taken for the time of this call; None if they have none here.
         machines: The machines of the ranks, which are lent for the time of this call; None for this one.
 
     Raises:
@@ -80,7 +80,7 @@ def evaluate_checkpoint(
         GpusBusyError: If others use the GPUs that the ranks need, longer than the evaluation waits for them.
 
     """
-    seat = seat or GpuSeat(0, None, job.name)
+    gpus = gpus or GpuAllocation(0, None, job.name)
     store = CheckpointStore.open(checkpoint.storage, checkpoint.run)
     try:
         with library_logs_in_run():
@@ -88,7 +88,7 @@ def evaluate_checkpoint(
             if job.working_dir is not None:
                 job.working_dir.store(store)
             termination = Termination(grace_s=0.0)
-            metrics = termination.outlast(partial(_run, job, store, checkpoint, termination, seat, machines))
+            metrics = termination.outlast(partial(_run, job, store, checkpoint, termination, gpus, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:
         if _is_pruned(store, checkpoint.checkpoint_id):
@@ -109,16 +109,16 @@ def _run(
     store: CheckpointStore,
     checkpoint: CheckpointRef,
     termination: Termination,
-    seat: GpuSeat,
+    gpus: GpuAllocation,
     machines: Machines | None,
 ) -> Metrics:
     try:
-        seat.take(termination.raise_if_requested)
+        gpus.take(termination.raise_if_requested)
         lent = nullcontext() if machines is None else machines.lend(termination.raise_if_requested)
         with lent as lease, _logs(job, store, checkpoint) as logs:
-            metrics = _run_ranks(job, checkpoint, termination, seat, lease, logs)
+            metrics = _run_ranks(job, checkpoint, termination, gpus, lease, logs)
     finally:
-        seat.release()
+        gpus.release()
         if machines is not None:
             machines.close()
     if metrics is None:
@@ -133,11 +133,16 @@ def _logs(job: EvaluationJob, store: CheckpointStore, checkpoint: CheckpointRef)
 
 
 def _run_ranks(
-    job: EvaluationJob, checkpoint: CheckpointRef, termination: Termination, seat: GpuSeat, lease: Lease | None, logs: RankLogs
+    job: EvaluationJob,
+    checkpoint: CheckpointRef,
+    termination: Termination,
+    gpus: GpuAllocation,
+    lease: Lease | None,
+    logs: RankLogs,
 ) -> Any:
     # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = meet(partial(_first_rank, job, checkpoint, seat), None, lease, logs=logs)
+        gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, lease, logs=logs)
         try:
             return gang.run(key_value, None, termination)
         finally:
@@ -158,21 +163,14 @@ def _log_skipped(checkpoint: CheckpointRef) -> None:
     )
 
 
-def _first_rank(job: EvaluationJob, checkpoint: CheckpointRef, seat: GpuSeat, rendezvous: Address) -> RankSpec:
-    return RankSpec(
-        world_size=job.scaling.most_workers,
-        local_world_size=job.scaling.most_workers,
-        rendezvous=rendezvous,
+def _first_rank(job: EvaluationJob, checkpoint: CheckpointRef, gpus: GpuAllocation, rendezvous: Address) -> RankSpec:
+    first = first_rank(
+        job,
+        gpus,
+        rendezvous,
         storage=checkpoint.storage,
         run=checkpoint.run,
         attempt=attempt_of(checkpoint.checkpoint_id),
         restored=checkpoint,
-        function=job.function,
-        use_gpu=job.scaling.use_gpu,
-        backend=job.scaling.backend,
-        timeout_s=job.scaling.timeout_s,
-        visible_gpus=seat.environment,
-        gpu_locks=seat.locks,
-        evaluates=True,
-        working_dir=None if job.working_dir is None else job.working_dir.stored,
     )
+    return replace(first, evaluates=True)

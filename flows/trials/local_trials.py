@@ -14,7 +14,7 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.arguments import machines_for, seat_for
+from prefect_torch.flows.arguments import gpus_for, machines_for
 from prefect_torch.flows.leading import lead_training, set_terminated_state
 from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
 from prefect_torch.flows.monitoring.events.observer import EventObserver
@@ -94,12 +94,12 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     given = _given.get()
     given.running.flow_run_id = flow_run.id
     job = given.job
-    seat, machines = seat_for(job.scaling), machines_for(job.scaling)
+    gpus, machines = gpus_for(job.scaling), machines_for(job.scaling)
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
     with heartbeats(given.heartbeat_s):
-        pages = PageObserver(job, setup, GpuMonitor(lambda: seat.uuids), backoff=PublishBackoff(delay_s=_SHORT_S))
+        pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=PublishBackoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
-        given.running.value = lead_training(job, seat, machines, given.running.termination, [pages, EventObserver(job), told])
+        given.running.value = lead_training(job, gpus, machines, given.running.termination, [pages, EventObserver(job), told])
     return completed(told.message(given.state()), None)
 
 

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,19 +14,12 @@ from prefect_torch.ckpt.reporting.events import EventReceiver, ReportEvent, Sent
 from prefect_torch.ckpt.reporting.exchange.exits import has_failure
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.text import show_some
-from prefect_torch.tasks.gang.machine.lending import Lease
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
-from prefect_torch.tasks.rank.rendezvous import (
-    CUT_SHORT_KEY,
-    TERMINATION_KEY,
-    Address,
-    Rendezvous,
-    heartbeat_key,
-)
-from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, heartbeat_key
+from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .node_task import train_node
@@ -281,39 +273,6 @@ def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs 
     if more:
         return train_node.submit(group, machine, logs, stop)
     return train_rank.submit(first, machine, None if logs is None else logs.of(first), stop)
-
-
-def meet(
-    first_rank_at: Callable[[Address], RankSpec],
-    hang_timeout_s: float | None,
-    lease: Lease | None = None,
-    regrowth: Regrowth | None = None,
-    logs: RankLogs | None = None,
-) -> tuple[Gang, KeyValue]:
-    """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
-
-    Args:
-        first_rank_at: Returns rank 0 as it connects to an address, and with the number of ranks on this machine.
-        hang_timeout_s: The longest time without a report; None for unlimited.
-        lease: The machines of the ranks; None for this one.
-        regrowth: Looks for room for more ranks; None if nobody does.
-        logs: Where the ranks' lines go; None for all to Prefect.
-
-    """
-    rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
-    try:
-        specs = _place(first_rank_at(rendezvous.address), lease)
-        gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
-        return gang, rendezvous.serve()  # imports torch while the ranks do so
-    finally:
-        rendezvous.close()  # without effect while it serves; else the ranks must not wait for it
-
-
-def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:
-    """Return the ranks of an attempt, on the machines of its lease, or all on this one."""
-    if lease is None:
-        return on_machines(first, (first.world_size,))
-    return on_machines(replace(first, master_host=lease.machines[0].address), lease.num_ranks, lease.names)
 
 
 def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:

@@ -89,7 +89,7 @@ def _variable(gpu_type: str | None, *, is_rocm: bool) -> str:
     return "CUDA_VISIBLE_DEVICES" if gpu_type is None else f"{gpu_type.upper()}_VISIBLE_DEVICES"
 
 
-class GpuSeat:
+class GpuAllocation:
     """The GPUs of this machine that the ranks of one training or evaluation have, from `take` to `release`.
 
     The GPUs that this process sees are the pool. A training takes them anew for each attempt only if they were released.
@@ -212,21 +212,21 @@ class GpuSeat:
         return None
 
 
-def take_free(most: int | None, owner: str) -> GpuSeat:
+def take_free(most: int | None, owner: str) -> GpuAllocation:
     """Take the GPUs of this machine that are free, without waiting for others.
 
     Args:
         most: How many at most; all if None.
-        owner: As for a GpuSeat.
+        owner: As for a GpuAllocation.
 
     """
     pool = list_gpus()
     for count in range(len(pool) if most is None else min(most, len(pool)), 0, -1):
-        seat = GpuSeat(count, 0.0, owner, pool)
+        gpus = GpuAllocation(count, 0.0, owner, pool)
         with suppress(GpusBusyError):
-            seat.take(lambda: None)
-            return seat
-    return GpuSeat(0, 0.0, owner)
+            gpus.take(lambda: None)
+            return gpus
+    return GpuAllocation(0, 0.0, owner)
 
 
 def get_run_logger() -> Any:

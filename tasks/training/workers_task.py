@@ -2,6 +2,7 @@
 
 import json
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,11 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, r
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json
-from prefect_torch.tasks.gang.gang import meet
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
+from prefect_torch.tasks.gang.starting import first_rank, start_gang
 from prefect_torch.tasks.gang.termination import Interruption, Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -50,7 +51,7 @@ def train_workers(
     observers: Observers,
     termination: Termination,
     restarts: Restarts,
-    seat: GpuSeat | None = None,
+    gpus: GpuAllocation | None = None,
     machines: Machines | None = None,
 ) -> Any:
     """Run one attempt of all ranks to its end, and those that regrow from it, and return rank 0's return value.
@@ -63,7 +64,7 @@ def train_workers(
         observers: They are notified of every event of the attempt.
         termination: Whether the flow run is being terminated.
         restarts: The failures of this flow run before.
-        seat: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none here.
+        gpus: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none here.
         machines: The machines of the ranks, lent for each attempt; None for this one.
 
     Raises:
@@ -73,11 +74,11 @@ def train_workers(
         GpusBusyError: If others use the GPUs that the ranks need, longer than the job waits for them.
 
     """
-    seat = seat or GpuSeat(0, None, job.run)
+    gpus = gpus or GpuAllocation(0, None, job.run)
 
     def lead() -> Any:
         while True:
-            leader = _Leader(job, observers, termination, restarts, seat, machines)
+            leader = _Leader(job, observers, termination, restarts, gpus, machines)
             value = leader.lead()
             if not leader.regrows:
                 return value
@@ -99,12 +100,12 @@ class _Leader:
         observers: Observers,
         termination: Termination,
         restarts: Restarts,
-        seat: GpuSeat,
+        gpus: GpuAllocation,
         machines: Machines | None,
     ) -> None:
         self._job = job
         self._machines = machines
-        self._seat = seat
+        self._gpus = gpus
         self._restarts = restarts
         self._observers = observers
         self._termination = termination
@@ -117,7 +118,7 @@ class _Leader:
         self._termination.raise_if_requested()
         claimed = claim(self._store, self._job, self._restarts)
         try:
-            self._seat.take(self._termination.raise_if_requested)
+            self._gpus.take(self._termination.raise_if_requested)
             with self._lend() as lease:
                 if self._job.working_dir is not None:
                     self._job.working_dir.store(self._store)
@@ -182,10 +183,10 @@ class _Leader:
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         termination.raise_if_requested()
-        first_rank_at = partial(_first_rank, job, attempt, restored, self._seat)
+        first_rank_at = partial(_first_rank, job, attempt, restored, self._gpus)
         log_files = LogFiles(self._store, self._store.layout.logs(attempt))
         with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
-            gang, key_value = meet(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+            gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
             self._observers.notify(RanksStarted(attempt, gang.task_runs))
             recorder.on_request = partial(self._decide, key_value)
             try:
@@ -259,23 +260,13 @@ def _failure(claimed: Attempt, error: Exception) -> Outcome:
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
 
 
-def _first_rank(job: TrainJob, attempt: int, restored: CheckpointRef | None, seat: GpuSeat, rendezvous: Address) -> RankSpec:
-    scaling, checkpoint = job.scaling, job.checkpoint
-    return RankSpec(
-        world_size=scaling.most_workers,
-        local_world_size=scaling.most_workers,
-        rendezvous=rendezvous,
-        storage=job.storage,
-        run=job.run,
-        attempt=attempt,
-        restored=restored,
-        function=job.function,
-        use_gpu=scaling.use_gpu,
-        backend=scaling.backend,
-        timeout_s=scaling.timeout_s,
-        visible_gpus=seat.environment,
-        gpu_locks=seat.locks,
-        records_collectives=scaling.use_gpu and job.failure.hang_timeout_s is not None,
+def _first_rank(
+    job: TrainJob, attempt: int, restored: CheckpointRef | None, gpus: GpuAllocation, rendezvous: Address
+) -> RankSpec:
+    checkpoint = job.checkpoint
+    return replace(
+        first_rank(job, gpus, rendezvous, storage=job.storage, run=job.run, attempt=attempt, restored=restored),
+        records_collectives=job.scaling.use_gpu and job.failure.hang_timeout_s is not None,
         reports=ReportSettings(
             checkpoint.max_in_flight,
             checkpoint.target_overhead,
@@ -283,7 +274,6 @@ def _first_rank(job: TrainJob, attempt: int, restored: CheckpointRef | None, sea
             None if job.decisions is None else job.decisions.points(),
         ),
         flush_s=_FLUSH_S,
-        working_dir=None if job.working_dir is None else job.working_dir.stored,
     )
 
 

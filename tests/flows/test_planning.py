@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, plan
 from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import Gpu, GpuSeat
+from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation
 from ranks import Attempt, folder
 
 TRAIN_FN = "trainings:train_epochs"
@@ -128,7 +128,7 @@ def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):
     assert line(planned(store, scaling=both), "gpus") == ("ok", "2 ranks, each with a GPU, which are free: uuid-0, uuid-1")
     status, text = line(planned(store, scaling=three), "gpus")
     assert (status, "needs as many GPUs, and this machine has 2" in text) == ("wrong", True)
-    other = GpuSeat(1, 0.0, "flow run quick-fox")
+    other = GpuAllocation(1, 0.0, "flow run quick-fox")
     other.take(lambda: None)
     status, text = line(planned(store, scaling=both), "gpus")
     assert status == "warning"

@@ -57,7 +57,7 @@ def wait_for_line(log: Path, words: str) -> None:
 
 @contextmanager
 def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Yield the address of a cluster of two machines with one seat each, and `ray start` of the second one."""
+    """Yield the address of a cluster of two machines with room for one rank each, and `ray start` of the second one."""
     port = free_port()
     # Short, since Ray's sockets are below it.
     common = [

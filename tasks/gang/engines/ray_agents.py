@@ -27,15 +27,15 @@ def main() -> None:
     ray.init(address=order["address"], log_to_driver=False, logging_level=logging.ERROR)
     group, num_ranks = _reserve(order)
     say_room(num_ranks, "reserved")
-    seats = [_seat(order["resources"], group, number) for number in range(num_ranks)]
-    places = ray.get([seat.place.remote() for seat in seats])
+    bundles = [_start(order["resources"], group, number) for number in range(num_ranks)]
+    places = ray.get([bundle.place.remote() for bundle in bundles])
     names = _names()
     agents = []
     for node in dict.fromkeys(node for node, _ in places):
         there = [number for number, place in enumerate(places) if place[0] == node]
         gpus = [gpu for number in there for gpu in places[number][1]]
         arguments = [*order["arguments"], "--name", names.get(node, node), "--slots", str(len(there))]
-        agents.append(seats[there[0]].run.remote(arguments, key, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
+        agents.append(bundles[there[0]].run.remote(arguments, key, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
     while agents:
         ended, agents = ray.wait(agents)
         try:
@@ -49,8 +49,8 @@ def _ray() -> Any:
     return import_client("ray", "Ray", "ray")
 
 
-class Seat:
-    """One bundle of the placement group, as an actor."""
+class Bundle:
+    """An actor that holds one bundle of the placement group."""
 
     def place(self) -> tuple[str, list[str]]:
         """Return the id of its machine, and its GPUs."""
@@ -62,11 +62,11 @@ class Seat:
         return run_agent(arguments, key, environment)
 
 
-def _seat(resources: dict[str, float], group: Any, bundle: int) -> Any:
+def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:
     ray = _ray()
     others = {name: amount for name, amount in resources.items() if name not in {"CPU", "GPU"}}
     return (
-        ray.remote(Seat)
+        ray.remote(Bundle)
         .options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),

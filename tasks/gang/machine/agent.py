@@ -31,7 +31,7 @@ from .link import LINK_HEARTBEAT_S, Link, LinkError, greet_leader
 from .versions import versions
 
 if TYPE_CHECKING:
-    from prefect_torch.tasks.gang.gpus import GpuSeat
+    from prefect_torch.tasks.gang.gpus import GpuAllocation
 
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
 _CONNECT_S = 20.0
@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     address = connection.getsockname()[0]
     agent = Agent(link, address)
-    seat = _take_gpus(options.slots, options.leader) if options.gpus else None
-    slots = options.slots or 1 if seat is None else len(seat.locks)
-    return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, seat)
+    gpus = _take_gpus(options.slots, options.leader) if options.gpus else None
+    slots = options.slots or 1 if gpus is None else len(gpus.locks)
+    return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, gpus)
 
 
 def _at_least_one(text: str) -> int:
@@ -76,7 +76,7 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _take_gpus(most: int | None, leader: str) -> "GpuSeat":
+def _take_gpus(most: int | None, leader: str) -> "GpuAllocation":
     from prefect_torch.tasks.gang.gpus import take_free  # noqa: PLC0415 - most agents need none of it
 
     return take_free(most, f"a training led from {leader}")
@@ -107,19 +107,19 @@ class Agent:
         self._link = link
         self._interface = interface_of(address)
         self._ranks: dict[int, _Rank] = {}
-        self._seat: GpuSeat | None = None
+        self._gpus: GpuAllocation | None = None
         self._terminated = threading.Event()
         self._has_ended = threading.Event()
 
-    def run(self, machine: Mapping[str, Any], seat: "GpuSeat | None") -> int:
+    def run(self, machine: Mapping[str, Any], gpus: "GpuAllocation | None") -> int:
         """Return when the leader is gone, and no rank is left.
 
         Args:
             machine: What the leader is to know of this machine.
-            seat: The GPUs for the ranks; None if they need none.
+            gpus: The GPUs for the ranks; None if they need none.
 
         """
-        self._seat = seat
+        self._gpus = gpus
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
@@ -150,9 +150,9 @@ class Agent:
 
     def _start(self, header: Mapping[str, Any], spec: bytes) -> None:
         held: tuple[int, ...] = ()
-        if self._seat is not None:
-            self._seat.keep(header["local_world_size"])
-            held = self._seat.locks[header["local_rank"] : header["local_rank"] + 1]
+        if self._gpus is not None:
+            self._gpus.keep(header["local_world_size"])
+            held = self._gpus.locks[header["local_rank"] : header["local_rank"] + 1]
         environment = self._environment(header)
         server = self._fork_server(header, environment) if header["program"] == RANK_PROGRAM else None
         self._ranks[header["rank"]] = _Rank(self._link, header, environment, spec, held, server)
@@ -163,8 +163,8 @@ class Agent:
         kept = {name: value for name, value in os.environ.items() if name not in left_out}
         if self._interface is not None:
             kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
-        if self._seat is not None:
-            kept.update(self._seat.environment)
+        if self._gpus is not None:
+            kept.update(self._gpus.environment)
         return {**default_threads(header["local_world_size"]), **kept, **header["environment"]}
 
     def _fork_server(self, header: Mapping[str, Any], environment: Mapping[str, str]) -> ForkServer | None:

@@ -8,6 +8,7 @@ import pytest
 from prefect.states import Completed
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.gang.starting import start_gang
 from prefect_torch.tasks.rank.errors import RankFailedError
 from rank_specs import rank_spec
 
@@ -72,7 +73,7 @@ def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monke
         return rank_spec(world_size=2, rendezvous=address)
 
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        gang.meet(first_rank_at, None)
+        start_gang(first_rank_at, None)
     assert "not every rank could be started" in supervisor.stop.reason
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((listening[0].host, listening[0].port), 5)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from forked_programs import Popen, PopenOfProgram
 from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import Gpu, GpusBusyError, GpuSeat, list_gpus, take_free
+from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation, GpusBusyError, list_gpus, take_free
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from pretended_gpus import listed
 
@@ -21,13 +21,13 @@ HOLD = """
 import sys, time
 from pretended_gpus import listed
 from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import GpuSeat
+from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.processes.process import RankProcess
 gpus.list_gpus = listed
-seat = GpuSeat(int(sys.argv[1]), 0.0, "the other")
-seat.take(lambda: None)
+allocated = GpuAllocation(int(sys.argv[1]), 0.0, "the other")
+allocated.take(lambda: None)
 rank = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
-ranks = [RankProcess(rank, {}, b"", [lock]) for lock in seat.locks]
+ranks = [RankProcess(rank, {}, b"", [lock]) for lock in allocated.locks]
 for rank in ranks:
     print(next(line for lines in rank.lines(0.05) for line in lines), flush=True)
 time.sleep(600)
@@ -67,13 +67,13 @@ def empty_log():
     gpus_log.clear()
 
 
-def seat_of(count, wait_s=0.0):
-    return GpuSeat(count, wait_s, "this one")
+def allocation(count, wait_s=0.0):
+    return GpuAllocation(count, wait_s, "this one")
 
 
-def take(seat):
-    seat.take(lambda: None)
-    return seat.environment
+def take(allocated):
+    allocated.take(lambda: None)
+    return allocated.environment
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_the_variable_is_that_of_the_kind_of_gpu(kind, is_rocm, variable, monkey
 
 
 def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
-    first, second, third = seat_of(1), seat_of(2), seat_of(1)
+    first, second, third = allocation(1), allocation(2), allocation(1)
     assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
     user = re.escape(f"by this one (process {os.getpid()})")
@@ -139,13 +139,13 @@ def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
 
 
 def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
-    first = seat_of(1)
+    first = allocation(1)
     take(first)
     monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "0,2")
-    second = seat_of(1)
+    second = allocation(1)
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "2"}
     with pytest.raises(ValueError, match="num_workers=3 with use_gpu=True needs as many GPUs, and this machine has 2"):
-        seat_of(3).check()
+        allocation(3).check()
     first.release()
     second.release()
 
@@ -155,25 +155,25 @@ def test_a_machine_of_slices_says_why_a_process_has_one(monkeypatch):
         gpus, "list_gpus", lambda: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")]
     )
     with pytest.raises(ValueError, match=r"this machine has 1 \(a process sees one slice of a GPU in MIG mode\)"):
-        seat_of(2).check()
+        allocation(2).check()
 
 
 def test_a_long_name_of_a_flow_run_is_cut_where_others_read_it(machine):
-    seat, other = GpuSeat(3, None, "ä" * 600), seat_of(1)
-    take(seat)
+    allocated, other = GpuAllocation(3, None, "ä" * 600), allocation(1)
+    take(allocated)
     with pytest.raises(GpusBusyError, match="GPU 0 by äää"):
         take(other)
-    seat.release()
+    allocated.release()
 
 
 def test_too_few_free_gpus_are_left_to_others_while_a_training_waits_for_them(machine):
-    one, waiting, rounds = seat_of(1), seat_of(3, None), []
+    one, waiting, rounds = allocation(1), allocation(3, None), []
     take(one)
 
     def look():
         rounds.append(None)
         if len(rounds) == 3:
-            other = seat_of(2)
+            other = allocation(2)
             take(other)
             other.release()
             one.release()
@@ -187,7 +187,7 @@ def test_too_few_free_gpus_are_left_to_others_while_a_training_waits_for_them(ma
 
 
 def test_a_training_that_waits_can_be_terminated(machine):
-    one = seat_of(3)
+    one = allocation(3)
     take(one)
 
     class TerminatedError(Exception):
@@ -197,21 +197,21 @@ def test_a_training_that_waits_can_be_terminated(machine):
         raise TerminatedError
 
     with pytest.raises(TerminatedError):
-        seat_of(1, None).take(terminate)
+        allocation(1, None).take(terminate)
     one.release()
 
 
 def test_without_gpus_nothing_is_asked_or_taken(monkeypatch):
     monkeypatch.setattr(gpus, "list_gpus", None)
-    seat = seat_of(0)
-    seat.check()
-    assert take(seat) == {}
-    assert seat.locks == ()
+    allocated = allocation(0)
+    allocated.check()
+    assert take(allocated) == {}
+    assert allocated.locks == ()
 
 
 def test_ranks_keep_their_gpus_until_they_are_gone_though_the_flow_was_killed(held):
     holder, pids, guards = held
-    waiting = seat_of(2)
+    waiting = allocation(2)
     with pytest.raises(GpusBusyError, match=re.escape(f"GPU 0 by the other (process {holder.pid}), GPU 1 by the other")):
         take(waiting)
     for guard in guards:
@@ -222,33 +222,33 @@ def test_ranks_keep_their_gpus_until_they_are_gone_though_the_flow_was_killed(he
         take(waiting)
     for guard in guards:
         guard.resume()
-    patient = seat_of(3, 60.0)
+    patient = allocation(3, 60.0)
     take(patient)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     patient.release()
 
 
 def test_a_rank_does_not_inherit_the_lock(machine):
-    seat = seat_of(1)
-    take(seat)
+    allocated = allocation(1)
+    take(allocated)
     show = "import os; print([os.readlink(f'/proc/self/fd/{it}') for it in os.listdir('/proc/self/fd') if it > '2'])"
-    rank = RankProcess([sys.executable, "-c", show.replace("readlink", "path.realpath")], {}, b"", seat.locks)
+    rank = RankProcess([sys.executable, "-c", show.replace("readlink", "path.realpath")], {}, b"", allocated.locks)
     (printed,) = [line for lines in rank.lines(0.05) for line in lines]
     assert gpus._PREFIX not in printed
     rank.reap()
-    seat.release()
+    allocated.release()
 
 
 def test_the_locks_are_open_to_every_user_whatever_the_umask(machine):
     before = os.umask(0o077)
     try:
-        seat = seat_of(1)
-        take(seat)
+        allocated = allocation(1)
+        take(allocated)
     finally:
         os.umask(before)
-    (lock,) = seat.locks
+    (lock,) = allocated.locks
     assert os.fstat(lock).st_mode & 0o777 == 0o666
-    seat.release()
+    allocated.release()
 
 
 LOOK_ALL_THE_TIME = """
@@ -256,7 +256,7 @@ from pretended_gpus import listed
 from prefect_torch.tasks.gang import gpus
 gpus.list_gpus, gpus._POLL_S = listed, 0.0
 gpus.get_run_logger = lambda: __import__("logging").getLogger()
-one, everything = gpus.GpuSeat(1, 0.0, "one"), gpus.GpuSeat(3, None, "everything")
+one, everything = gpus.GpuAllocation(1, 0.0, "one"), gpus.GpuAllocation(3, None, "everything")
 one.take(lambda: None)
 print("looks", flush=True)
 everything.take(lambda: None)
@@ -270,24 +270,24 @@ def test_gpus_that_another_only_tries_to_take_are_not_in_use(machine):
             assert other.stdout.readline() == "looks\n"
             until_s = time.monotonic() + 1.0
             while time.monotonic() < until_s:
-                seat = seat_of(2)
-                assert take(seat) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
-                seat.release()
+                allocated = allocation(2)
+                assert take(allocated) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+                allocated.release()
         finally:
             other.kill()
 
 
 def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
-    other = GpuSeat(1, 0.0, "the other")
+    other = GpuAllocation(1, 0.0, "the other")
     other.take(lambda: None)
-    seat = take_free(None, "an agent")
-    assert seat.environment == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    allocated = take_free(None, "an agent")
+    assert allocated.environment == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
     assert len(take_free(5, "another agent").locks) == 0
-    seat.keep(1)
-    assert seat.environment == {"FAKEGPU_VISIBLE_DEVICES": "1"}
+    allocated.keep(1)
+    assert allocated.environment == {"FAKEGPU_VISIBLE_DEVICES": "1"}
     third = take_free(5, "another agent")
     assert third.environment == {"FAKEGPU_VISIBLE_DEVICES": "2"}
-    for each in (other, seat, third):
+    for each in (other, allocated, third):
         each.release()
 
 
@@ -299,7 +299,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
     link.symlink_to(mine)
     try:
         with pytest.raises(OSError, match="symbolic links"):
-            seat_of(1).take(lambda: None)
+            allocation(1).take(lambda: None)
     finally:
         link.unlink()
     assert mine.read_text() == "precious"
@@ -310,8 +310,8 @@ def test_whoever_holds_the_lock_on_all_blocks_nobody_for_longer_than_it_waits(ma
     monkeypatch.setattr(gpus, "_LONGEST_TAKING_S", 0.05)
     asked = []
     with gpus._one_at_a_time(), pytest.raises(GpusBusyError, match="all, by a process that has been taking some"):
-        seat_of(1, 0.2).take(lambda: asked.append(1))
+        allocation(1, 0.2).take(lambda: asked.append(1))
     assert asked
-    seat = seat_of(1)
-    seat.take(lambda: None)
-    seat.release()
+    allocated = allocation(1)
+    allocated.take(lambda: None)
+    allocated.release()

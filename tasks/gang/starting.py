@@ -1,0 +1,113 @@
+"""The start of a gang: rank 0 as the job of a training or an evaluation defines it, its copies, and the store of all."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
+from prefect_torch.tasks.gang.machine.lending import Lease
+from prefect_torch.tasks.gang.machine.regrowth import Regrowth
+from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
+from prefect_torch.tasks.options.config import ScalingConfig
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous
+from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.user_code.function import PackedFunction
+
+from .gang import Gang
+from .gpus import GpuAllocation
+from .rank_logs import RankLogs
+
+
+class GangJob(Protocol):
+    """The part of a training's or an evaluation's job that its ranks are made from."""
+
+    @property
+    def function(self) -> PackedFunction:
+        """The function that every rank runs."""
+        ...
+
+    @property
+    def scaling(self) -> ScalingConfig:
+        """The ranks and their devices."""
+        ...
+
+    @property
+    def working_dir(self) -> WorkingDirectory | None:
+        """The directory whose copy the ranks run in; None for the flow's own."""
+        ...
+
+
+def first_rank(
+    job: GangJob,
+    gpus: GpuAllocation,
+    rendezvous: Address,
+    *,
+    storage: StorageSpec,
+    run: str,
+    attempt: int,
+    restored: CheckpointRef | None,
+) -> RankSpec:
+    """Return rank 0 of as many ranks as the job has at most, all on this machine.
+
+    Args:
+        job: The training or the evaluation.
+        gpus: The GPUs of the ranks, which are taken.
+        rendezvous: The address of the key-value store that the ranks share.
+        storage: The storage of the run.
+        run: The run's name.
+        attempt: The attempt's number; of an evaluation, that of the checkpoint.
+        restored: The checkpoint that the attempt resumes from, or None; of an evaluation, the one that is evaluated.
+
+    """
+    scaling = job.scaling
+    return RankSpec(
+        world_size=scaling.most_workers,
+        local_world_size=scaling.most_workers,
+        rendezvous=rendezvous,
+        storage=storage,
+        run=run,
+        attempt=attempt,
+        restored=restored,
+        function=job.function,
+        use_gpu=scaling.use_gpu,
+        backend=scaling.backend,
+        timeout_s=scaling.timeout_s,
+        visible_gpus=gpus.environment,
+        gpu_locks=gpus.locks,
+        working_dir=None if job.working_dir is None else job.working_dir.stored,
+    )
+
+
+def start_gang(
+    first_rank_at: Callable[[Address], RankSpec],
+    hang_timeout_s: float | None,
+    lease: Lease | None = None,
+    regrowth: Regrowth | None = None,
+    logs: RankLogs | None = None,
+) -> tuple[Gang, KeyValue]:
+    """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
+
+    Args:
+        first_rank_at: Returns rank 0 as it connects to an address, and with the number of ranks on this machine.
+        hang_timeout_s: The longest time without a report; None for unlimited.
+        lease: The machines of the ranks; None for this one.
+        regrowth: Looks for room for more ranks; None if nobody does.
+        logs: Where the ranks' lines go; None for all to Prefect.
+
+    """
+    rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
+    try:
+        specs = _place(first_rank_at(rendezvous.address), lease)
+        gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
+        return gang, rendezvous.serve()  # imports torch while the ranks do so
+    finally:
+        rendezvous.close()  # without effect while it serves; else the ranks must not wait for it
+
+
+def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:
+    """Return the ranks of an attempt, on the machines of its lease, or all on this one."""
+    if lease is None:
+        return on_machines(first, (first.world_size,))
+    return on_machines(replace(first, master_host=lease.machines[0].address), lease.num_ranks, lease.names)
