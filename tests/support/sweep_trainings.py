@@ -41,10 +41,6 @@ def return_nested(config: dict) -> dict:
     return {"loss": config["nested"]["x"] + config["nested"]["y"]}
 
 
-def report_other(config: dict) -> None:
-    report({"accuracy": 0.5, "loss": float("nan")})
-
-
 def report_apart(config: dict) -> None:
     for step in range(9):
         report({"loss": config["loss"]}, step=step)
