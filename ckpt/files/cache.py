@@ -185,10 +185,10 @@ def _delete(entry: Path) -> None:
 
     It is renamed first, so that no reader of the same name takes what is left for whole.
     """
-    doomed = entry.with_name(f"deleted-{secrets.token_hex(8)}")
+    renamed = entry.with_name(f"deleted-{secrets.token_hex(8)}")
     with suppress(OSError):
-        entry.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        entry.rename(renamed)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _is_read(entry: Path) -> bool:

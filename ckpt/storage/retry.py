@@ -281,9 +281,13 @@ def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
 
 @dataclass
 class _Call:
-    """One call of a verb: its description for messages, the storage that was used last, and its start time.
+    """One call of a verb.
 
     Attributes:
+        doing: What it does, for messages.
+        key: The key that it is about.
+        used: The storage that was used last.
+        started_s: When it began, by a monotonic clock.
         must_renew: Whether the credentials are to be read anew before the next try.
         has_renewed: Whether they were, or are to be: those that are refused afterwards stay so.
 

@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, S
 from .config import open_object_stores, promises_key_order
 from .errors import denies_object, first_reason, has_no_upload, is_unexplained, refuses_request, translate
 from .listing import LISTED_AT_ONCE, BucketListing
-from .ranged_reads import read_in_order, read_unsaid_range
+from .ranged_reads import read_in_order, read_range_with_status_200
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class ObstoreStorage:
         self._store, self._uploading = open_object_stores(self._url, self._options, deadline_s)
         self._deleting = self._store
         self._has_answered = False
-        self._leaves_ranges_unsaid = False
+        self._sends_ranges_with_status_200 = False
         is_documented = promises_key_order(self._store)
         self._listing = BucketListing(self._url, self._pages, self._exists, is_documented=is_documented)
 
@@ -133,16 +133,16 @@ class ObstoreStorage:
         """Copy the object's bytes from `start` on into `into`, with one request, and return their number."""
         if not into:
             return 0
-        if self._leaves_ranges_unsaid:
-            return self._get_unsaid_range(key, start, into)
+        if self._sends_ranges_with_status_200:
+            return self._get_range_with_status_200(key, start, into)
         try:
             data = self._call_for(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
         except PermissionError:
             raise
         except (OSError, StorageError) as exc:
             if "non-partial response" in str(exc):
-                self._leaves_ranges_unsaid = True
-                return self._get_unsaid_range(key, start, into)
+                self._sends_ranges_with_status_200 = True
+                return self._get_range_with_status_200(key, start, into)
             left = max(0, self.size(key) - start)
             if left >= len(into):
                 raise
@@ -153,8 +153,8 @@ class ObstoreStorage:
         into[: len(view)] = view
         return len(view)
 
-    def _get_unsaid_range(self, key: str, start: int, into: memoryview) -> int:
-        count = read_unsaid_range(self._store, check_key(key), start, into)
+    def _get_range_with_status_200(self, key: str, start: int, into: memoryview) -> int:
+        count = read_range_with_status_200(self._store, check_key(key), start, into)
         return self._skim(key, start, into) if count is None else count
 
     def _skim(self, key: str, start: int, into: memoryview) -> int:

@@ -71,7 +71,7 @@ def _memory(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(size, 1)))[:size]  # of pages, as writes past the page cache require
 
 
-def read_unsaid_range(store: "ObjectStore", key: str, start: int, into: memoryview) -> int | None:
+def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into: memoryview) -> int | None:
     """Copy the object's bytes from `start` on into `into`, with one signed request, and return their number.
 
     For servers that send a range with the status of a whole object, which obstore's client rejects, as `rclone serve s3`

@@ -692,7 +692,7 @@ class TestS3OnRclone(UploadsContract):
             assert into[:count] == (bytes(range(256)) * 1000)[start : start + 300]
 
     def test_where_a_range_cannot_be_asked_for_what_is_before_it_is_read(self, storage, monkeypatch):
-        monkeypatch.setattr(object_store, "read_unsaid_range", lambda *_: None)
+        monkeypatch.setattr(object_store, "read_range_with_status_200", lambda *_: None)
         storage.put_bytes("run/x", bytes(range(256)))
         into = bytearray(10)
         assert storage.get_range("run/x", 100, memoryview(into)) == 10
@@ -706,7 +706,7 @@ class TestS3OnRclone(UploadsContract):
             yield bytes(range(100))
             raise GenericError("error decoding response body")
 
-        monkeypatch.setattr(object_store, "read_unsaid_range", lambda *_: None)
+        monkeypatch.setattr(object_store, "read_range_with_status_200", lambda *_: None)
         monkeypatch.setattr(obstore, "get", lambda *_: broken)
         with pytest.raises(StorageError, match=r"run/x: error decoding response body"):
             storage.get_range("run/x", 50, memoryview(bytearray(100)))
