@@ -13,8 +13,8 @@ from typing import Any
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
-from .agent_command import AgentCommand
 from .agent_listener import AgentListener
+from .launcher import AgentLauncher
 from .link import Link
 from .machine import Pulse, RemoteMachine
 from .versions import explain_mixture
@@ -47,7 +47,7 @@ class Gathering:
         self._expected: list[str] = []
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
-        self._commands: list[tuple[AgentCommand, list[str]]] = []
+        self._launchers: list[tuple[AgentLauncher, list[str]]] = []
         self._is_over = False  # nobody is waited for any longer
         self._changing = threading.Lock()
         self._pulse = Pulse()
@@ -66,7 +66,7 @@ class Gathering:
         """Run a shell command that brings one agent for each of `names`."""
         for name in names:
             self.expect(name)
-        self._commands.append((AgentCommand(command, self.key, partial(self._fail_all, names)), names))
+        self._launchers.append((AgentLauncher(command, self.key, partial(self._fail_all, names)), names))
 
     def expect(self, name: str) -> None:
         """Expect an agent."""
@@ -99,8 +99,8 @@ class Gathering:
             time.sleep(_POLL_S)
         else:
             late = f"its agent did not come within {longest_s:g} s"
-            for command, names in self._commands:
-                self._fail_all(names, late + command.said)
+            for launcher, names in self._launchers:
+                self._fail_all(names, late + launcher.said)
             self._fail_all(self._expected, late)
         self._listener.close()
         with self._changing:
@@ -110,7 +110,7 @@ class Gathering:
     @property
     def counted(self) -> tuple[str, int] | None:
         """The line in which a command has counted the room of its cluster, and for how many ranks that is."""
-        return next((command.room for command, _ in self._commands if command.room is not None), None)
+        return next((launcher.room for launcher, _ in self._launchers if launcher.room is not None), None)
 
     def missing(self) -> list[str]:
         """Return the machines that did not come, and why."""
@@ -134,8 +134,8 @@ class Gathering:
         self._listener.close()
         self._pulse.stop()
         deadline_s = time.monotonic() + _END_S
-        for command, _ in self._commands:
-            command.end(max(0.0, deadline_s - time.monotonic()))
+        for launcher, _ in self._launchers:
+            launcher.end(max(0.0, deadline_s - time.monotonic()))
 
     def _listen(self) -> AgentListener:
         cluster = self._cluster

@@ -30,7 +30,7 @@ def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
     cluster = Hosts(["a"], command=command, leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
         deadline_s = time.monotonic() + 60
-        while not gathering._commands[0][0].last_lines:
+        while not gathering._launchers[0][0].last_lines:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         assert not gathering.wait(lambda: None)

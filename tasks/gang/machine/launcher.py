@@ -1,4 +1,4 @@
-"""A command on this machine that brings agents, such as ssh."""
+"""The command on this machine that launches agents, such as ssh or srun."""
 
 import os
 import re
@@ -11,8 +11,8 @@ _ROOM = re.compile(r"room for (\d+): .*")
 _LAST_LINES = 3
 
 
-class AgentCommand:
-    """A shell command under a guard, which kills it with all its descendants when this process is gone.
+class AgentLauncher:
+    """A shell command that launches agents, under a guard, which kills it with all its descendants when this process is gone.
 
     Args:
         command: The command.
