@@ -30,7 +30,7 @@ from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
+from prefect_torch.tasks.training.backoff import Backoff
 
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
@@ -73,7 +73,7 @@ class _Start:
 
     trial: TrialRecord
     key: str
-    pauses: PublishBackoff = field(default_factory=PublishBackoff)
+    pauses: Backoff = field(default_factory=Backoff)
 
 
 class DeployedTrials:
@@ -101,7 +101,7 @@ class DeployedTrials:
         self._num_lost: Counter[int] = Counter()
         self._gone_since_s: dict[UUID, float] = {}
         self._looked_s = 0.0
-        self._pauses: PublishBackoff | None = None  # while Prefect's API is away
+        self._pauses: Backoff | None = None  # while Prefect's API is away
         self._give_up_s: float | None = None
 
     def start(self, trial: TrialRecord) -> None:
@@ -235,7 +235,7 @@ class DeployedTrials:
         except (PrefectException, httpx.HTTPError) as exc:  # the trials go on meanwhile
             if self._pauses is None:
                 get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
-                self._pauses = PublishBackoff()
+                self._pauses = Backoff()
             self._pauses.record()
             return None
         self._pauses = None

@@ -35,8 +35,8 @@ from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_o
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.tracebacks import first_line
+from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
@@ -97,7 +97,7 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     gpus, machines = gpus_for(job.scaling), machines_for(job.scaling)
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
     with heartbeats(given.heartbeat_s):
-        pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=PublishBackoff(delay_s=_SHORT_S))
+        pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=Backoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
         given.running.value = lead_training(job, gpus, machines, given.running.termination, [pages, EventObserver(job), told])
     return completed(told.message(given.state()), None)
@@ -206,7 +206,7 @@ def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> Non
 
     From then on the trial outlasts an outage.
     """
-    pauses = PublishBackoff()
+    pauses = Backoff()
     while True:
         try:
             call()

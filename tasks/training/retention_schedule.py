@@ -13,9 +13,9 @@ from prefect_torch.ckpt.runs.retention import Committed, plan
 from prefect_torch.tasks.prune_task import prune_checkpoints
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .backoff import Backoff
 from .job import TrainJob
 from .observers import CheckpointsPruned, Observers
-from .publish_backoff import PublishBackoff
 
 _LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile is deleted in the next attempt
 _GARBAGE_EVERY_S = 600.0  # a search lists all files of all checkpoints
@@ -49,7 +49,7 @@ class RetentionSchedule:
         restored: str | None,
         observers: Observers,
         memory: ManifestMemory,
-        backoff: PublishBackoff | None = None,
+        backoff: Backoff | None = None,
     ) -> None:
         self._job = job
         self._policy = job.policy
@@ -58,7 +58,7 @@ class RetentionSchedule:
         self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._memory = memory
-        self._backoff = backoff or PublishBackoff()
+        self._backoff = backoff or Backoff()
         self._bytes_since_prune = 0
         self._garbage_due_s = time.monotonic()
         self._running: PrefectFuture[Any] | None = None

@@ -12,9 +12,9 @@ from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
 
 from .attempt_log import AttemptLog
 from .live_artifact import LiveArtifact, artifact_key
@@ -43,13 +43,13 @@ class PageObserver:
 
     """
 
-    def __init__(self, job: TrainJob, setup: Setup, gpus: GpuMonitor, backoff: PublishBackoff | None = None) -> None:
+    def __init__(self, job: TrainJob, setup: Setup, gpus: GpuMonitor, backoff: Backoff | None = None) -> None:
         self._store = job.open_store()
         self._policy = job.policy
         self._setup = setup
         self._gpus = gpus
         self._view = RunView(self._store, job.policy)
-        self._backoff = backoff or PublishBackoff()
+        self._backoff = backoff or Backoff()
         self._client: SyncPrefectClient | None = None
         key = artifact_key(job.run, self._store.path)
         self._progress = LiveArtifact(f"{key}-progress", "progress")

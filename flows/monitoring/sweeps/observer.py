@@ -16,7 +16,7 @@ from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
+from prefect_torch.tasks.training.backoff import Backoff
 
 from .page import SweepContext, write_sweep
 from .trial_table import TrialTable
@@ -58,7 +58,7 @@ class SweepObserver:
         self._context = context
         self._flow_run_id = flow_run_id
         self._table = table
-        self._backoff = PublishBackoff()
+        self._backoff = Backoff()
         self._artifact = LiveArtifact(f"{artifact_key(view.run.name, view.run.path)}-sweep", "markdown")
         self._client: SyncPrefectClient | None = None
         self._has_warned = False

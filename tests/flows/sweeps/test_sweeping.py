@@ -48,7 +48,7 @@ from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
 from prefect_torch.flows.trials import leading
-from prefect_torch.tasks.training import leadership, publish_backoff
+from prefect_torch.tasks.training import backoff, leadership
 from told_trainings import events_about
 
 
@@ -241,7 +241,7 @@ def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeyp
         return created
 
     monkeypatch.setattr(SubflowClients, "_create_run", lose_the_first_answer)
-    monkeypatch.setattr(publish_backoff, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.01)
     result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=run)
     assert [trial.state for trial in result.trials] == ["completed"]
     assert len(keys) == 2

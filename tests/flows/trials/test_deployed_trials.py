@@ -25,7 +25,7 @@ from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, u
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.trials import deployed_trials
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
-from prefect_torch.tasks.training import publish_backoff
+from prefect_torch.tasks.training import backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"
 NAME = "trials-of-a-test"
@@ -166,7 +166,7 @@ def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost
 
     monkeypatch.setattr(deployed_trials, "run_deployment", deploy)
     monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {})
-    monkeypatch.setattr(publish_backoff, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.01)
     api.is_away = True
     trials.start(TRIAL)
     assert (trials.num_running(), trials.running_runs(), keys) == (1, {TRIAL.run}, [])

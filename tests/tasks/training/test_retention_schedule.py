@@ -9,7 +9,7 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.tasks.prune_task import _kept
 from prefect_torch.tasks.training import retention_schedule
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
+from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 
 NEWEST = RetentionPolicy(1)
@@ -57,7 +57,7 @@ class Clock:
 def schedule(memory, policy=NEWEST, tick_s=60.0):
     job = SimpleNamespace(storage="store", run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
-    return RetentionSchedule(job, 1, [], None, observers, memory, PublishBackoff(Clock(tick_s)))
+    return RetentionSchedule(job, 1, [], None, observers, memory, Backoff(Clock(tick_s)))
 
 
 def commit(retention, step, num_bytes=1):

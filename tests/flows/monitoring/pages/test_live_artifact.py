@@ -7,12 +7,12 @@ from uuid import uuid4
 
 import pytest
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
-from prefect_torch.tasks.training.publish_backoff import PublishBackoff
+from prefect_torch.tasks.training.backoff import Backoff
 
 
 def published_within(seconds, asked_every_s=0.1):
     now_s = [0.0]
-    backoff = PublishBackoff(clock=lambda: now_s[0])
+    backoff = Backoff(clock=lambda: now_s[0])
     times = []
     while now_s[0] < seconds:
         if backoff.wait_s() == 0:
@@ -37,7 +37,7 @@ def test_in_the_long_run_it_is_twice_a_minute():
 
 def test_it_tells_how_long_to_wait():
     now_s = [5.0]
-    backoff = PublishBackoff(clock=lambda: now_s[0])
+    backoff = Backoff(clock=lambda: now_s[0])
     assert backoff.wait_s() == 0
     backoff.record()
     now_s[0] = 6.5
@@ -46,7 +46,7 @@ def test_it_tells_how_long_to_wait():
 
 def test_the_first_time_can_be_delayed():
     now_s = [5.0]
-    backoff = PublishBackoff(clock=lambda: now_s[0], delay_s=1.0)
+    backoff = Backoff(clock=lambda: now_s[0], delay_s=1.0)
     assert backoff.wait_s() == 1.0
     now_s[0] = 6.0
     assert backoff.wait_s() == 0

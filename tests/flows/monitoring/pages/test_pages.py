@@ -16,7 +16,7 @@ from forked_programs import run_program
 from prefect_servers import PrefectServer, rows
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
-from prefect_torch.tasks.training.publish_backoff import FIRST_PAUSE_S, PublishBackoff
+from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S, Backoff
 
 SUPPORT = Path(__file__).parents[3] / "support"
 REQUEST = re.compile(r'"(?P<verb>GET|POST|PATCH|PUT|DELETE) /api(?P<path>/[^ ?]*)\S* HTTP/1.1" (?P<status>\d+)')
@@ -118,7 +118,7 @@ def test_a_thousand_reports_of_two_ranks_cost_few_requests_besides_logs(seen):
 
 def publications(seconds):
     now_s = [0.0]
-    backoff, count = PublishBackoff(clock=lambda: now_s[0]), 0
+    backoff, count = Backoff(clock=lambda: now_s[0]), 0
     while now_s[0] < seconds:
         backoff.record()
         count += 1

@@ -1,4 +1,4 @@
-"""How often something that is visible in Prefect happens during a training: pages are published, checkpoints pruned."""
+"""The backoff of what is repeated during a training: published pages, prunes, calls of an API that is away."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ LONGEST_PAUSE_S = 30.0
 _GROWTH = 1.15
 
 
-class PublishBackoff:
+class Backoff:
     """Bounds how often something happens: each pause is 15 % longer than the one before, from 2 s up to 30 s.
 
     That is 16 times in the first 100 s, while somebody is likely to look, and twice a minute from the fourth minute on.
