@@ -1,6 +1,7 @@
 """The events and the trials of a sweep as its storage has them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prefect_torch.ckpt.runs.run import Run
 
@@ -20,9 +21,12 @@ def read_events(run: Run) -> list[Event]:
 
 
 def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
-    """Return the events in entries of a sweep's journal, without those that a newer version alone knows."""
+    """Return the events in entries of a sweep's journal, without those that a newer version alone knows.
+
+    The runs in them are those below `run`, where the trials are, also if its directory has got another name meanwhile.
+    """
     where = f"the journal of sweep {run.name!r}"
-    return [event for entry in entries if (event := decode_event(entry, where)) is not None]
+    return [event for entry in entries if (event := decode_event(_below(run.name, entry), where)) is not None]
 
 
 def read_trials(run: Run) -> dict[int, TrialRecord]:
@@ -33,3 +37,14 @@ def read_trials(run: Run) -> dict[int, TrialRecord]:
 
     """
     return history_of(read_events(run))
+
+
+def _below(sweep: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry with the names of its runs as they are below `sweep`."""
+    placed = dict(entry)
+    if isinstance(entry.get("run"), str):
+        placed["run"] = f"{sweep}/{entry['run'].rpartition('/')[2]}"
+    for part in ("cloned", "source"):
+        if isinstance(entry.get(part), Mapping):
+            placed[part] = _below(sweep, entry[part])
+    return placed

@@ -1,7 +1,12 @@
 """The best trials of a sweep's result."""
 
 import pytest
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import SweepResult, Trial
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, encode_event
+from prefect_torch.flows.sweeps.journal.stored_trials import events_of
+from stored_sweeps import store_sweep
 
 
 def result(*metrics, states=None, wanted=("loss", "time"), modes=("min", "max")) -> SweepResult:
@@ -50,3 +55,16 @@ def test_what_is_infinite_is_no_score_and_breaks_no_notebook():
 def test_it_is_iterated_over_by_trial():
     found = result({"loss": 1.0}, {"loss": 2.0})
     assert (len(found), [trial.number for trial in found], found[1].number, bool(result())) == (2, [0, 1], 1, True)
+
+
+def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path):
+    store_sweep(LocalStorage(tmp_path))
+    before = SweepResult.from_storage(tmp_path, "digits")
+    (tmp_path / "digits").rename(tmp_path / "moved")
+    after = SweepResult.from_storage(tmp_path, "moved")
+    assert [trial.run for trial in after] == [f"moved/{trial.run.partition('/')[2]}" for trial in before]
+    assert [trial.result.metrics for trial in after] == [trial.metrics for trial in before]
+    cloned = Cloned("digits/trial-0001-b", {"run": "digits/x"}, Source(0, "digits/trial-0000-a", "an-id"))
+    entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
+    (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
+    assert event.cloned == Cloned("moved/trial-0001-b", {"run": "digits/x"}, Source(0, "moved/trial-0000-a", "an-id"))
