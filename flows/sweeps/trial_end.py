@@ -39,4 +39,6 @@ def _instead(metrics: Metrics, metric: str) -> str:
     value = find_metric(metrics, metric)
     if value is not None:
         return f" as a number: it is {value!r}, of type {type(value).__name__}"
-    return f"; its reports have {', '.join(sorted(metrics)) or 'none at all'}"
+    if not metrics:
+        return f"; its reports have none at all: call report({{{metric!r}: …}}), or return such a dict"
+    return f"; its reports have {', '.join(sorted(metrics))}"

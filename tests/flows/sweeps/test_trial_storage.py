@@ -35,6 +35,11 @@ def test_a_metric_counts_that_an_earlier_report_had(run, last):
     assert (end.outcome, end.metrics) == ("completed", {"loss": 2.0, "test_accuracy": 0.9})
 
 
+def test_a_trial_that_has_reported_nothing_is_told_how(run):
+    reason = judge(end_of_returned(run, 3.0), ["loss"]).reason
+    assert reason.endswith("; its reports have none at all: call report({'loss': …}), or return such a dict")
+
+
 def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
     claim_attempt(run, Owner.current(), world_size=1)
     reported(run, {"loss": 3.0}, {"test_accuracy": 0.9})
