@@ -248,6 +248,22 @@ def test_the_arguments_of_tunes_classes_and_of_a_results_methods_are_told_one_by
     ]
 
 
+def test_the_arguments_of_tunes_callbacks_for_lightning_are_told_one_by_one():
+    assert uses("""
+        from ray.tune.integration.pytorch_lightning import TuneReportCallback, TuneReportCheckpointCallback
+        TuneReportCheckpointCallback({"loss": "ptl/val_loss"}, "checkpoint", False, on="validation_end")
+        TuneReportCallback(metrics=["loss"])
+    """) == [
+        "tune.integration.pytorch_lightning.TuneReportCheckpointCallback",
+        *(
+            f"tune.integration.pytorch_lightning.TuneReportCheckpointCallback({it})"
+            for it in ("metrics=", "filename='checkpoint'", "save_checkpoints=False", "on='validation_end'")
+        ),
+        "tune.integration.pytorch_lightning.TuneReportCallback",
+        "tune.integration.pytorch_lightning.TuneReportCallback(metrics=)",
+    ]
+
+
 def test_the_schedulers_and_domains_of_tune_are_known_wherever_they_are_defined():
     known = Equivalents()
     assert known.has("ray.tune.schedulers.PB2")
