@@ -133,6 +133,16 @@ def test_equal_files_of_one_name_are_one_file(store, tmp_path):
     assert len(store.latest().files) == 1
 
 
+@behaviour("ray.train.report", "takes an empty directory for a checkpoint, and refuses one that does not exist", verdict="same")
+def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
+    (tmp_path / "empty").mkdir()
+    session = Attempt(store).session()
+    session.report({}, Checkpoint.from_directory(tmp_path / "empty"))
+    assert read_files(store.checkpoint(store.latest())) == {}
+    with pytest.raises(FileNotFoundError, match="there is no directory /nowhere"):
+        session.report({}, Checkpoint.from_directory("/nowhere"))
+
+
 @behaviour(
     "ray.train.report",
     "lets files of one name collide without an error: the last uploaded stays",
@@ -964,6 +974,17 @@ def test_the_same_name_continues(store, tmp_path):
     again = CheckpointStore.open(tmp_path / "store", "run")
     assert Attempt(again).restored.metrics == {"epoch": 4}
     assert Attempt(CheckpointStore.open(tmp_path / "store", "other")).restored is None
+
+
+@behaviour(
+    "ray.train.RunConfig", "a run whose directory was moved or renamed is read there, and continues there", verdict="same"
+)
+def test_a_moved_run_continues(store, tmp_path):
+    commit(store, tmp_path, {"epoch": 4})
+    (tmp_path / "store/run").rename(tmp_path / "moved")
+    moved = CheckpointStore.open(tmp_path, "moved")
+    assert Result.from_storage(tmp_path, "moved").checkpoint.path == f"{tmp_path}/moved/checkpoints/{moved.latest().id}"
+    assert Attempt(moved).restored.metrics == {"epoch": 4}
 
 
 @behaviour(
