@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt.reporting.events import EventReceiver, ReportEvent, Sent
@@ -270,9 +271,11 @@ class Gang:
 def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:
     machine = machines[group.node] if machines else None
     first, *more = group.specs
-    if more:
-        return train_node.submit(group, machine, logs, stop)
-    return train_rank.submit(first, machine, None if logs is None else logs.of(first), stop)
+    # Of a tag that is limited, the attempt's task run has the slot that its ranks would wait for.
+    with TagsContext(current_tags=set()):
+        if more:
+            return train_node.submit(group, machine, logs, stop)
+        return train_rank.submit(first, machine, None if logs is None else logs.of(first), stop)
 
 
 def _wait_until(condition: Callable[[], bool], longest_s: float) -> bool:

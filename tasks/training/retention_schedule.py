@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
@@ -98,16 +99,17 @@ class RetentionSchedule:
             self._done = False
             self._backoff.record()
             self._bytes_since_prune = 0
-            self._running = prune_checkpoints.submit(
-                self._job.storage,
-                self._job.run,
-                self._policy,
-                self._in_use,
-                up_to=recorded,
-                attempt=self._attempt,
-                memory=self._memory,
-                garbage=self._is_garbage_due(),
-            )
+            with TagsContext(current_tags=set()):  # with a tag that is limited, it would wait for the attempt to end
+                self._running = prune_checkpoints.submit(
+                    self._job.storage,
+                    self._job.run,
+                    self._policy,
+                    self._in_use,
+                    up_to=recorded,
+                    attempt=self._attempt,
+                    memory=self._memory,
+                    garbage=self._is_garbage_due(),
+                )
             self._running.add_done_callback(self._finished)
 
     def _may_drop(self, recorded: str) -> bool:

@@ -5,6 +5,8 @@ import socket
 from uuid import uuid4
 
 import pytest
+from prefect import tags
+from prefect.context import TagsContext
 from prefect.states import Completed
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
@@ -22,6 +24,7 @@ class Supervisor:
 
     def submit(self, spec, machine, log, stop):
         self.stop = stop
+        self.tags = TagsContext.get().current_tags
         return self
 
     def add_done_callback(self, done):
@@ -48,6 +51,12 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
         assert caught.value.kind == "final"
     assert supervisor.stop.reason == "over"
     assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
+
+
+def test_a_rank_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(supervisor):
+    with tags("limited"):
+        Gang([None], None)
+    assert supervisor.tags == set()
 
 
 def test_a_hang_that_is_found_while_ranks_that_have_returned_end_is_none(supervisor):

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from prefect import tags
+from prefect.context import TagsContext
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
@@ -21,9 +23,11 @@ class PruneTask:
 
     asked: list[dict] = field(default_factory=list)
     dropped: tuple = ()
+    tags: set | None = None
 
     def submit(self, *args, **asked):
         self.asked.append(asked)
+        self.tags = TagsContext.get().current_tags
         return self
 
     def add_done_callback(self, done):
@@ -65,6 +69,14 @@ def commit(retention, step, num_bytes=1):
     retention.committed(CommitEvent(checkpoint_id, step, {}, num_bytes, 0.1))
     retention.prune_due(checkpoint_id)
     return checkpoint_id
+
+
+def test_a_prune_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(prunes):
+    retention = schedule(ManifestMemory())
+    with tags("limited"):
+        for step in range(2):
+            commit(retention, step)
+    assert prunes.tags == set()
 
 
 def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_memory(prunes):
