@@ -97,7 +97,7 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
     (last,) = store.list()
     state = client.read_flow_run(flow_run.id).state
     (outcome,) = read_outcomes(store)
-    assert (outcome.ending, outcome.kind) == ("preempted", None), output
+    assert (outcome.ending, outcome.kind, outcome.state) == ("preempted", None, how), output
     assert f"work is safe up to step 1 ({last.id})" in outcome.error
     if how == "suspended":
         assert (state.type, state.name) == ("PAUSED", "Suspended"), output

@@ -19,8 +19,13 @@ from prefect_torch.ckpt.storage.parallel import read_all
 from .owner import Owner
 
 Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
+EndState: TypeAlias = Ending | Literal["suspended", "yielded"]
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 _RANK = re.compile(r"[0-9]{1,9}")
+_INTERRUPTIONS: dict[str, EndState] = {
+    "suspended": "suspended",
+    "gave way": "yielded",
+}  # by the error's first words
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,15 @@ class Outcome:
     error: str | None = None
     errors: Annotated[dict[str, str], _check_ranks] = field(default_factory=dict)
     return_value: Any = None
+
+    @property
+    def state(self) -> EndState:
+        """The ending as it is shown: "suspended", or "yielded" (to a more urgent flow run), where that is why it ended."""
+        if self.ending == "preempted" and self.kind is None:
+            for words, state in _INTERRUPTIONS.items():
+                if (self.error or "").startswith(words):
+                    return state
+        return self.ending
 
     @property
     def is_done(self) -> bool:

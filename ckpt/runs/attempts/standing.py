@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 from prefect_torch.ckpt.runs.history import newest_recorded
 from prefect_torch.ckpt.runs.run import Run
 
-from .attempt import Attempt, Ending, Outcome, newest_claims, read_outcome
+from .attempt import Attempt, EndState, Outcome, newest_claims, read_outcome
 
-State: TypeAlias = Ending | Literal["running", "lost", "unknown"]
+State: TypeAlias = EndState | Literal["running", "lost", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Standing:
 
     @property
     def state(self) -> State:
-        """The recorded ending, else "running", "lost" (its process is gone) or "unknown" (its process is elsewhere)."""
+        """The recorded end, else "running", "lost" (its process is gone) or "unknown" (its process is elsewhere)."""
         if self.outcome is not None:
-            return self.outcome.ending
+            return self.outcome.state
         is_gone = self.is_process_gone
         return "unknown" if is_gone is None else "lost" if is_gone else "running"
 

@@ -54,7 +54,7 @@ class View:
         standing = self.standing
         if standing is None or standing.outcome is None or standing.outcome.kind == "final":
             return False
-        return standing.state in ("failed", "preempted") and standing.is_process_gone is not True
+        return standing.outcome.ending in ("failed", "preempted") and standing.is_process_gone is not True
 
     @property
     def state(self) -> str:

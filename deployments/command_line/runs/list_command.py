@@ -39,7 +39,8 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     --json of runs: a list of
       name, attempts, latest_step (or null), checkpoints, bytes,
       trials (of a sweep, else null),
-      state: completed, failed, preempted, cancelled, running,
+      state: completed, failed, preempted, suspended, yielded (to a more
+        urgent flow run), cancelled, running,
         lost (its process is gone), unknown (it is on another machine)
     --json of checkpoints: a list of
       id, step, attempt, metrics, bytes, created_at, pinned, kept_because

@@ -14,7 +14,12 @@ from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.deployments.command_line.terminal import note
 
 _TRIAL = re.compile(f"{TRIAL_NAME}/")
-RUN_STYLES = {"completed": "green", "failed": "red", "lost": "red", "preempted": "yellow", "cancelled": "yellow"}
+RUN_STYLES = {
+    "completed": "green",
+    "failed": "red",
+    "lost": "red",
+    **dict.fromkeys(("preempted", "suspended", "yielded", "cancelled"), "yellow"),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ def state_of(log: AttemptLog | None) -> str:
     if log is None:
         return "starting"
     if log.outcome is not None:
-        return log.outcome.ending
+        return log.outcome.state
     return "running" if log.is_running else "killed"
 
 
