@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes
@@ -100,6 +101,16 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
         error = newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip()
         yield from ("", "```text", *(part for line in error.splitlines() for part in fold_code(line)), "```")
+        # The error of a terminated attempt says it; it is unknown where no rank has started, and of one that was overtaken.
+        if newest.outcome.ending == "failed" and newest.ranks and FencedError.__name__ not in error:
+            yield from ("", _safe_work(run, view))
+
+
+def _safe_work(run: str, view: RunView) -> str:
+    if not view.checkpoints.held:
+        return "Nothing was committed yet."
+    newest = view.checkpoints.held[-1]
+    return f"Work is safe up to step {newest.step} (`{newest.id}`), where the next training named `{run}` continues."
 
 
 def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:

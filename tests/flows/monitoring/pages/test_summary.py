@@ -20,7 +20,13 @@ from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.flows.monitoring.pages.setup import Setup
 from prefect_torch.flows.monitoring.pages.summary import SummaryContext, write_summary
 from prefect_torch.flows.monitoring.restarted import Restart
-from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
+from prefect_torch.tasks.training.observers import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointQuarantined,
+    CheckpointsPruned,
+    RanksStarted,
+)
 from ranks import Attempt, folder
 from run_stories import BEGUN_S, checkpoint_id, claim, record
 
@@ -129,6 +135,29 @@ def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store
     fence = page.split("```")
     assert len(fence) == 3
     assert "Traceback" in fence[1]
+
+
+def test_a_failed_training_says_what_is_safe(store):
+    begun, failed = AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", "ValueError: x"))
+    ranks, commits = RanksStarted(1, {0: UUID(int=1)}), (commit(1, 3, score=1.0), commit(1, 4, score=0.5))
+    assert "```\n\nNothing was committed yet.\n" in page_of(view_of(store, begun, ranks, failed))
+    page = page_of(view_of(store, begun, ranks, *commits, failed))
+    assert f"Work is safe up to step 4 (`{checkpoint_id(1, 4)}`), where the next training named `run` continues." in page
+    overtaken = AttemptEnded(Outcome(1, "failed", "a", "final", "rank 0 of attempt 1 failed: FencedError: overtaken"))
+    for unknown in ((begun, *commits, failed), (begun, ranks, *commits, overtaken)):
+        assert "afe up to" not in page_of(view_of(store, *unknown))
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [("suspended", "suspended"), ("gave way to the more urgent flow run 'a'", "yielded"), ("it", "preempted")],
+)
+def test_a_training_that_goes_on_later_is_not_headed_preempted(store, reason, state):
+    outcome = Outcome(1, "preempted", "a", error=f"{reason}; work is safe up to step 4")
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), commit(1, 4), AttemptEnded(outcome)))
+    assert f"**{state}** · attempt 1" in page
+    assert f"| none | {state} |" in page
+    assert page.count("ork is safe") == 2  # in the error, and in the list of attempts
 
 
 def test_an_error_is_folded_to_the_width_of_a_block_of_code(store):
