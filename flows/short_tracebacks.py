@@ -31,10 +31,10 @@ _RAISED = "Encountered exception during execution"
 _FAILED = "Finished in state Failed"
 _LOGGED_WITH_LOCATION = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.LocationObserver
 _ABORTED = "Finished in state Crashed('Execution was aborted"
-_FLOWS = ("train", "sweep", "evaluate", "prune")
+_kinds = {name: name for name in ("train", "sweep", "evaluate", "prune")}  # by flow name, of which `with_options` adds more
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
 _is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
-_VALIDATION = tuple(f"Parameter validation failed for flow {name!r}" for name in _FLOWS)
+_VALIDATION = "Parameter validation failed for flow "
 # What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Completed", logging.DEBUG),
@@ -140,7 +140,10 @@ class ShortTracebackFlow(Flow[P, R]):
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster."""
-            return short_tracebacks(super().with_options(**use_threads(options)))
+            made = short_tracebacks(super().with_options(**use_threads(options)))
+            if self.name in _kinds:
+                _kinds[made.name] = _kinds[self.name]
+            return made
 
 
 @contextmanager
@@ -192,7 +195,7 @@ def _unbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def _is_repetition(record: logging.LogRecord) -> bool:
     """Return whether another record, or the exception that is raised, says the same."""
     text = str(record.msg)
-    if text.startswith(_VALIDATION):
+    if text.startswith(_VALIDATION) and any(text.startswith(f"{_VALIDATION}{name!r}") for name in _kinds):
         return True  # the engine's record says it without all parameters
     if _is_called.get() and record.getMessage().startswith(_INVALID):
         return True  # the record of the state, and the exception
@@ -206,7 +209,7 @@ def _is_repetition(record: logging.LogRecord) -> bool:
 def _level_of(record: logging.LogRecord) -> int | None:
     """Return the level of a record about a state that says more, or less, than Prefect supposes; None for others."""
     text, task = str(record.msg), getattr(record, "task_name", None)
-    if getattr(record, "flow_name", "") == "train":
+    if _kind_of(record) == "train":
         if task is None and text.startswith(_LOGGED_WITH_LOCATION):
             return logging.DEBUG
         if task == "train_rank" and text.startswith(_FAILED):
@@ -223,7 +226,12 @@ def _set_level(record: logging.LogRecord, level: int) -> None:
 
 def _is_of_flow(record: logging.LogRecord) -> bool:
     """Return whether `record` is of a flow run of this package, and of no task run."""
-    return getattr(record, "flow_name", "") in _FLOWS and getattr(record, "task_name", None) is None
+    return _kind_of(record) is not None and getattr(record, "task_name", None) is None
+
+
+def _kind_of(record: logging.LogRecord) -> str | None:
+    """Return which flow of this package `record` is of, whatever name it was given; None of others."""
+    return _kinds.get(getattr(record, "flow_name", ""))
 
 
 def _is_of_termination(record: logging.LogRecord) -> bool:
@@ -232,7 +240,7 @@ def _is_of_termination(record: logging.LogRecord) -> bool:
     The training logs why it was terminated, and what is safe.
     """
     text = str(record.msg)
-    if getattr(record, "flow_name", "") != "train":
+    if _kind_of(record) != "train":
         return False
     return text.startswith("Crash detected! Execution was ") or (f"hook '{_HOOK}'" in text.replace("Hook", "hook"))
 
