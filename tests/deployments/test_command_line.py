@@ -207,7 +207,7 @@ def test_why_checkpoints_are_listed_as_kept_is_why_a_prune_keeps_them(local, as_
     attempt = claim_attempt(store, owner, world_size=1, settings=asdict(RetentionPolicy(1)))
     record_resumed_from(store, attempt, f"{store.path}/checkpoints/{restored}")
     listed = {it["id"]: it["kept_because"] for it in as_json("ls", local, "run") if it["kept_because"]}
-    kept = {it["id"]: it["reasons"] for it in as_json("prune", local, "run", "--dry-run")["keep"]}
+    kept = {it["id"]: it["kept_because"] for it in as_json("prune", local, "run", "--dry-run")["keep"]}
     assert listed == kept
     assert "in use" in listed[restored]
 
@@ -367,7 +367,7 @@ def test_a_prune_says_what_stays_and_why_and_what_goes(storage, as_json, command
     ids = list(store.ids())
     options = ("--keep", 1, "--metric", "loss", "--order", "min", "--keep-last", 2, "--every", 2)
     planned = as_json("prune", storage, "run", *options, "--dry-run")
-    assert [(it["step"], it["reasons"]) for it in planned["keep"]] == [
+    assert [(it["step"], it["kept_because"]) for it in planned["keep"]] == [
         (0, ["every"]),
         (1, ["best"]),
         (2, ["every"]),
@@ -377,6 +377,7 @@ def test_a_prune_says_what_stays_and_why_and_what_goes(storage, as_json, command
     planned = as_json("prune", storage, "run", "--dry-run")  # what the training itself keeps
     assert [it["step"] for it in planned["drop"]] == [0, 2]
     assert planned["dropped_bytes"] == 400_008
+    assert all(it["reasons"] == it["kept_because"] for it in planned["keep"])  # the name that it had
     assert list(store.ids()) == ids
     code, out, _ = command("prune", storage, "run", "--yes")
     assert code == 0
@@ -404,7 +405,7 @@ def test_a_prune_beside_a_training_spares_what_alone_remembers_a_report(local, c
     assert command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min", "--yes")[0] == 0
     assert list(store.ids())[-3:] == unrecorded
     assert len(list(store.ids())) == 4
-    kept = {row["id"]: row["reasons"] for row in as_json("prune", local, "run", "--dry-run")["keep"]}
+    kept = {row["id"]: row["kept_because"] for row in as_json("prune", local, "run", "--dry-run")["keep"]}
     assert all("recent" in kept[it] for it in unrecorded)
     write_outcome(store, Outcome(claimed.number + 1, "completed"))
     assert command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min", "--yes")[0] == 0

@@ -67,7 +67,8 @@ def prune(
 
     \b
     --json: dry_run, dropped_bytes,
-      keep: a list of id, step, bytes, value (of the metric, or null), reasons
+      keep: a list of id, step, bytes, value (of the metric, or null),
+        kept_because (and the same as reasons)
       drop: a list of id, step, bytes, value
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_training(storage, run)
@@ -129,7 +130,8 @@ def _describe(decided: Plan[Manifest], manifests: dict[str, Manifest], metric: s
         (manifests[checkpoint_id], why) for checkpoint_id, why in sorted(decided.keep.items()) if checkpoint_id in manifests
     ]
     return {
-        "keep": [{**describe(manifest), "reasons": list(why)} for manifest, why in kept],
+        # "reasons" is the former name.
+        "keep": [{**describe(manifest), "kept_because": list(why), "reasons": list(why)} for manifest, why in kept],
         "drop": [describe(manifest) for manifest in decided.drop],
         "dropped_bytes": sum(manifest.total_bytes for manifest in decided.drop),
     }
@@ -148,4 +150,4 @@ def _row(row: dict[str, Any], metric: str | None) -> Iterator[object]:
     if metric:
         yield None if row["value"] is None else show_metric(row["value"])
     yield show_bytes(row["bytes"])
-    yield (f"stays: {', '.join(row['reasons'])}", "") if "reasons" in row else ("goes", "red")
+    yield (f"stays: {', '.join(row['kept_because'])}", "") if "kept_because" in row else ("goes", "red")

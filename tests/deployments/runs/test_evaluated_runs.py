@@ -51,5 +51,5 @@ def test_attached_metrics_are_listed_shown_ranked_and_pruned_by(store, says):
     for arguments in ([], ["--keep", "1"]):
         plan = says("prune", "--dry-run", *arguments)
         assert [it["id"] for it in plan["drop"]] == [second]
-        assert [it["reasons"] for it in plan["keep"]] == [["best"], ["latest", "awaiting evaluation"]]
+        assert [it["kept_because"] for it in plan["keep"]] == [["best"], ["latest", "awaiting evaluation"]]
     assert third in store.ids()
