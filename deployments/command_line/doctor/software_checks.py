@@ -98,8 +98,10 @@ def check_api() -> Iterator[Finding]:
             client.read_flows(limit=1)
             limits = list(_check_deployments(client))
     except Exception as exc:  # noqa: BLE001 - with any error the API cannot be used
-        advice = "start it (prefect server start), correct PREFECT_API_URL, or log in (prefect cloud login)"
-        yield Finding("prefect api", "wrong", f"{url}: {type(exc).__name__}: {exc}", advice)
+        advice = (
+            "start it (prefect server start), correct PREFECT_API_URL, or log in (PREFECT_API_AUTH_STRING, prefect cloud login)"
+        )
+        yield Finding("prefect api", "wrong", _without_login(f"{url}: {type(exc).__name__}: {exc}"), advice)
     else:
         yield Finding("prefect api", "ok", f"{url} answers")
         yield from limits
@@ -121,7 +123,12 @@ def _api_url() -> str | None:
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
 
     url = get_current_settings().api.url
-    return None if url is None else re.sub(r"//[^/@]*@", "//", url)  # without a password
+    return None if url is None else _without_login(url)
+
+
+def _without_login(text: str) -> str:
+    """Return a text without the users and passwords in its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _parts(text: str) -> tuple[int, ...]:

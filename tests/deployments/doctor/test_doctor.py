@@ -43,7 +43,7 @@ def prefect_api(status):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
-        api = f"http://127.0.0.1:{http.server_port}/api"
+        api = f"http://user:secret@127.0.0.1:{http.server_port}/api"
         with temporary_settings(
             {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}
         ):
@@ -127,6 +127,8 @@ def test_prefects_api_is_asked(status, expected):
     with prefect_api(status):
         finding, *more = software_checks.check_api()
     assert (finding.check, finding.status) == ("prefect api", expected), finding
+    assert "127.0.0.1" in finding.found
+    assert "secret" not in finding.found
     assert [(it.check, it.status) for it in more] == ([("deployments", "ok")] if expected == "ok" else [])
 
 

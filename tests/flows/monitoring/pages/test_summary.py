@@ -8,6 +8,7 @@ from uuid import UUID
 
 import pytest
 from faulty_storage import FaultyStorage
+from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
@@ -20,6 +21,7 @@ from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.flows.monitoring.pages.setup import Setup
 from prefect_torch.flows.monitoring.pages.summary import SummaryContext, write_summary
 from prefect_torch.flows.monitoring.restarted import Restart
+from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,
@@ -169,6 +171,11 @@ def test_an_error_is_folded_to_the_width_of_a_block_of_code(store):
     assert "".join(lines).replace(" ", "") == re.sub("[ \n]", "", error.replace("~~^~~", ""))
     assert [line.startswith(" " * 8) for line in lines[lines.index("Traceback (most recent call last):") :]].count(True) == 2
     assert '  File "/home/ada/my_training.py", line 7, in train_fn' in lines
+
+
+def test_a_link_has_no_login():
+    with temporary_settings({PREFECT_UI_URL: "https://user:secret@host/prefect"}):
+        assert page_url("flow-run", UUID(int=1)) == f"https://host/prefect/runs/flow-run/{UUID(int=1)}"
 
 
 def test_links_lead_to_the_newest_attempts_ranks(store):
