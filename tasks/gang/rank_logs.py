@@ -90,7 +90,8 @@ def rank_logs(ranks: LogRanks, level: LogLevel | None, files: LogFiles) -> Itera
         files: Where the lines are stored.
 
     """
-    if ranks == "all" and level is None:
+    is_logged = get_run_logger().isEnabledFor(logging.INFO)  # not with PREFECT_LOGGING_LEVEL=WARNING: Prefect drops lines
+    if ranks == "all" and level is None and is_logged:
         yield RankLogs(ranks, level, None)
         return
     ended = threading.Event()

@@ -24,7 +24,8 @@ def logs(storage: str, run: str, attempt: int | None, evaluation: str | None, ch
 
     Prints the files logs/ATTEMPT/* beside the run where there are any, else the log of the flow run and of its ranks' task runs
     from Prefect's API (PREFECT_API_URL), which keeps them as long as it is configured to. A flow run that has led several
-    attempts has one log for all of them. An evaluation has files if its log_ranks or log_level keep lines out of Prefect's log.
+    attempts has one log for all of them. An evaluation has files if its log_ranks or log_level, or PREFECT_LOGGING_LEVEL, keep
+    lines out of Prefect's log.
     """
     if (evaluation is None and checkpoint is not None) or (evaluation is not None and attempt is not None):
         raise click.UsageError("--attempt is of a training, --checkpoint goes with --evaluation")

@@ -1,6 +1,7 @@
 """The lines of one rank in Prefect's log."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from prefect_torch.tasks.gang import rank_logs
@@ -29,3 +30,23 @@ def test_lines_that_were_withheld_have_their_levels_once_they_are_shown(logged):
     log.write_all()
     log.write(["ERROR:x:3"])
     assert logged() == [("INFO", "DEBUG:x:1"), ("INFO", "epoch 1"), ("WARNING", "WARNING:x:2"), ("ERROR", "ERROR:x:3")]
+
+
+@pytest.mark.parametrize(("lowest", "kept"), [(logging.INFO, []), (logging.WARNING, ["epoch 1"])])
+def test_lines_that_prefect_drops_for_its_level_are_stored(logged, caplog, lowest, kept):
+    class Files:
+        num_lost = 0
+
+        def __init__(self):
+            self.lines = []
+
+        def append(self, rank, lines):
+            self.lines += lines
+
+        def flush(self):
+            pass
+
+    caplog.set_level(lowest, "run")
+    with rank_logs.rank_logs("all", None, files := Files()) as logs:
+        logs.of(SimpleNamespace(rank=0, local_rank=0)).write(["epoch 1"])
+    assert files.lines == kept
