@@ -1,14 +1,22 @@
 """The body of a flow that leads a training: its attempts, what observes them, and the end of a terminated flow run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.exceptions import ObjectNotFound, Pause
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelled, Crashed
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome
+from prefect_torch.ckpt import CheckpointError, FencedError
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuAllocation
@@ -46,6 +54,20 @@ def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[A
         client.set_flow_run_state(flow_run.id, final, force=True)
 
 
+def state_if_continued(run: Run) -> State[Any] | None:
+    """Return the state of the current flow run if another process of it leads `run` now; None otherwise, or if that is unknown.
+
+    Such a process begins where this one was believed dead: its flow run was set to Crashed, say, and run again.
+    """
+    this = Owner.current(flow_run.id)
+    with suppress(CheckpointError, OSError, httpx.HTTPError, ObjectNotFound):
+        newest = newest_attempt(run)
+        if newest is not None and newest.owner.flow_run_id == flow_run.id and replace(newest.owner, budget=None) != this:
+            with get_client(sync_client=True) as client:
+                return client.read_flow_run(UUID(flow_run.id)).state
+    return None
+
+
 def lead_training(
     job: TrainJob, gpus: GpuAllocation, machines: Machines | None, termination: Termination, observers: Sequence[Observer]
 ) -> Any:
@@ -60,6 +82,7 @@ def lead_training(
 
     Raises:
         Exception: The last failure.
+        Pause: If another process of this flow run has overtaken this one; then its state is for that one to set.
 
     """
     if machines is None:
@@ -84,6 +107,11 @@ def lead_training(
         try:
             with outlast_api_outages():
                 return led(job, notified, termination, restarts, gpus, machines)
+        except FencedError:
+            if (state := state_if_continued(job.open_store())) is None:
+                raise
+            get_run_logger().warning("another process of this flow run leads the training now, and sets its state")
+            raise Pause(state=state) from None
         except TERMINATIONS:
             if not isinstance(termination.cause, Interruption):  # that is no end, and has no hook
                 _record_termination(termination.outcome)

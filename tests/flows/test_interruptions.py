@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,12 +19,15 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.flow_engine import run_flow
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
 from prefect_servers import wait_until
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
-from prefect_torch.flows import interruptions, train
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.flows import FailureConfig, interruptions, leading, train
 from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import Interruption, Termination
 
@@ -116,6 +121,30 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
 @task(cache_policy=NO_CACHE)
 def prune_something():
     return "pruned"
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_process_that_another_one_of_its_flow_run_has_overtaken_leaves_the_state_to_it(tmp_path, monkeypatch, by_itself):
+    store = CheckpointStore.open(tmp_path, "run")
+    job = SimpleNamespace(failure=FailureConfig(), open_store=lambda: store)
+    releasable = SimpleNamespace(release=lambda: None, close=lambda: None)
+
+    @flow(persist_result=False)
+    def overtaken():
+        this = Owner.current(flow_run.id)
+        claim_attempt(store, this, world_size=1)
+        assert leading.state_if_continued(store) is None
+        claim_attempt(store, replace(this, pid=1) if by_itself else replace(this, flow_run_id="another"), world_size=1)
+        with pytest.raises(Pause if by_itself else FencedError) as raised:
+            leading.lead_training(job, releasable, releasable, Termination(1.0), [])
+        if by_itself:
+            assert raised.value.state.is_running()
+
+    def fenced(*_):
+        raise FencedError("overtaken")
+
+    monkeypatch.setattr(leading, "train_workers", SimpleNamespace(with_options=lambda **_: fenced))
+    overtaken()
 
 
 def test_no_task_of_a_training_is_hindered_once_its_flow_run_is_suspended():
