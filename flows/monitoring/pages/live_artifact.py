@@ -7,6 +7,8 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt.text import encodable
 
@@ -19,11 +21,13 @@ class LiveArtifact:
     Args:
         key: The key by which the UI finds it.
         kind: How the UI shows it.
+        may_exist: Whether an earlier process, or try, of the flow run may have created it; costs one request.
 
     """
 
-    def __init__(self, key: str, kind: Literal["progress", "table", "markdown"]) -> None:
+    def __init__(self, key: str, kind: Literal["progress", "table", "markdown"], *, may_exist: bool = False) -> None:
         self._key = key
+        self._may_exist = may_exist
         self._kind = kind
         self._id: UUID | None = None
         self._shown: object = None
@@ -49,6 +53,8 @@ class LiveArtifact:
         news = data if news is None else news
         if self._id is not None and news == self._shown:
             return
+        if self._may_exist and flow_run_id is not None:
+            self._id, self._may_exist = _find(client, self._key, flow_run_id), False
         description, data = encodable(description), encodable(data) if isinstance(data, str) else data
         if self._id is None or not _update(client, self._id, data, description):
             made = ArtifactCreate(key=self._key, type=self._kind, description=description, data=data, flow_run_id=flow_run_id)
@@ -68,6 +74,13 @@ def artifact_key(run: str, path: str) -> str:
     """
     plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-") or "run"
     return f"{plain}-{sha256(path.encode()).hexdigest()[:6]}"
+
+
+def _find(client: SyncPrefectClient, key: str, flow_run_id: UUID) -> UUID | None:
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[key]), flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+    return next(
+        (artifact.id for artifact in client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.CREATED_DESC)), None
+    )
 
 
 def _update(client: SyncPrefectClient, artifact_id: UUID, data: Any, description: str) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.runtime import flow_run
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
@@ -31,9 +32,9 @@ class PageObserver:
     """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, with a backoff; the last is exact.
 
     The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of the run's location, so
-    that in the UI a key's page lists the flow runs of one run. A flow run's process creates each of them once and updates it:
-    at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. There is a progress only if
-    the training reports it (`report(..., progress=)`).
+    that in the UI a key's page lists the flow runs of one run. A flow run creates each of them once and updates it:
+    at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. One that has run before first
+    looks for those that it has, by 3 requests. There is a progress only if the training reports it (`report(..., progress=)`).
 
     Args:
         job: The training.
@@ -52,9 +53,10 @@ class PageObserver:
         self._backoff = backoff or Backoff()
         self._client: SyncPrefectClient | None = None
         key = artifact_key(job.run, self._store.path)
-        self._progress = LiveArtifact(f"{key}-progress", "progress")
-        self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table")
-        self._summary = LiveArtifact(f"{key}-summary", "markdown")
+        is_rerun = flow_run.run_count > 1  # else an old page, "suspended" or "failed", would stay beside the new one
+        self._progress = LiveArtifact(f"{key}-progress", "progress", may_exist=is_rerun)
+        self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table", may_exist=is_rerun)
+        self._summary = LiveArtifact(f"{key}-summary", "markdown", may_exist=is_rerun)
 
     def observe(self, event: TrainingEvent) -> None:
         """Record `event`; the first time, read the run's past from its storage."""

@@ -73,3 +73,25 @@ def test_half_an_emoji_in_a_metric_name_is_shown_escaped():
     made = []
     LiveArtifact("key", "markdown").show(Client(), None, "loss \ud83d", "of \ud83d")
     assert r"loss \\ud83d" in made[0]
+
+
+@pytest.mark.parametrize("may_exist", [False, True])
+def test_a_flow_run_that_runs_again_goes_on_with_its_artifact(may_exist):
+    class Client:
+        def read_artifacts(self, artifact_filter, sort):
+            asked.append((artifact_filter.key.any_, artifact_filter.flow_run_id.any_))
+            return [SimpleNamespace(id=earlier)]
+
+        def create_artifact(self, artifact):
+            return SimpleNamespace(id=uuid4())
+
+        def update_artifact(self, artifact_id, update):
+            updated.append((artifact_id, update.data))
+
+    asked, updated, earlier, this = [], [], uuid4(), uuid4()
+    artifact = LiveArtifact("key", "markdown", may_exist=may_exist)
+    for data in ("a", "b"):
+        artifact.show(Client(), this, data, "of it")
+    assert asked == ([(["key"], [this])] if may_exist else [])
+    assert updated[:-1] == ([(earlier, "a")] if may_exist else [])
+    assert updated[-1][1] == "b"
