@@ -99,7 +99,8 @@ class Gang:
         started = zip(self._groups, self._futures, strict=True)
         self.task_runs = {rank: future.task_run_id for group, future in started for rank in group.ranks}
         for number, future in enumerate(self._futures):
-            future.add_done_callback(partial(self._record_finished, number))
+            # No method of the gang: it would be in a cycle with its futures, and its store serve until that is collected.
+            future.add_done_callback(partial(_record_finished, number, self._finished, self._has_news))
 
     def run(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> Any:
         """Return rank 0's return value once every rank has returned.
@@ -263,9 +264,10 @@ class Gang:
     def _all_finished(self) -> bool:
         return len(self._finished) == len(self._futures)
 
-    def _record_finished(self, number: int, _: PrefectFuture[Any]) -> None:
-        self._finished.add(number)
-        self._has_news.set()
+
+def _record_finished(number: int, finished: set[int], has_news: threading.Event, _: PrefectFuture[Any]) -> None:
+    finished.add(number)
+    has_news.set()
 
 
 def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:

@@ -202,6 +202,7 @@ class _Leader:
                     if termination.is_requested:
                         termination.end_retries()
                     recorder.close()
+                    recorder.on_request = None  # it holds the store, which else serves until this cycle is collected
 
     def _decide(self, key_value: KeyValue, request: DecisionRequest) -> None:
         """Send the ranks the decision on their request; without one, they stop, since they must not wait for it forever."""
