@@ -12,6 +12,7 @@ from typing import Any
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.protocol import Storage
 
+_MANY_OBJECTS = 50_000  # a collection looks at as many in some 5 ms
 _logger = logging.getLogger(__name__)
 
 
@@ -34,6 +35,8 @@ def no_collection() -> Iterator[None]:
     """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times.
 
     Afterwards they count as old, as all that a collection has looked at twice; without that, the next one looks at each again.
+    Few of them are left to it: what counts as old without a collection does not bring the next one of all objects nearer, and
+    a process that reads a little again and again would never free its garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -41,7 +44,7 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if not _has_frozen():  # else objects of a process that forks would be thawed
+            if gc.get_count()[0] > _MANY_OBJECTS and not _has_frozen():  # else objects of a process that forks would be thawed
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -4,12 +4,15 @@ import json
 import math
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RetentionPolicy, UnsupportedFormatError
 from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs import bulk
 from prefect_torch.ckpt.runs.attempts.attempt import (
     list_attempts,
     newest_attempt,
@@ -278,3 +281,16 @@ def test_an_error_names_the_field_and_the_object(store):
 def test_a_policy_with_fields_of_a_later_version_is_read_as_far_as_it_is_known():
     settings = {**asdict(RetentionPolicy(2)), "keep_hourly": 3}
     assert decode(RetentionPolicy, settings, "here", "a policy") == RetentionPolicy(2)
+
+
+@pytest.mark.parametrize(("num_objects", "freezes"), [(100, 0), (100_000, 1)])
+def test_what_few_records_left_behind_is_left_to_the_next_collection(monkeypatch, num_objects, freezes):
+    """Else a process that reads a few again and again never frees its garbage."""
+    called = []
+    verbs = {name: partial(called.append, name) for name in ("disable", "enable", "freeze", "unfreeze")}
+    told = {"isenabled": lambda: True, "get_count": lambda: (num_objects, 0, 0)}
+    monkeypatch.setattr(bulk, "gc", SimpleNamespace(**verbs, **told))
+    monkeypatch.setattr(bulk, "_has_frozen", lambda: False)
+    with bulk.no_collection():
+        assert called == ["disable"]
+    assert (called.count("freeze"), called.count("unfreeze"), called[-1]) == (freezes, freezes, "enable")
