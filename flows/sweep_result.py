@@ -221,7 +221,8 @@ def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
     metrics = record.metrics
     if record.state == "running":
         metrics = newest_of_each(read_history(Run.open(run.storage, record.run))) or metrics
-    config = config_of_trial(definition.config, record.config)
+    common = definition.config if record.common is None else record.common
+    config = config_of_trial(common, record.config)
     return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
 
 

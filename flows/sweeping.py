@@ -191,7 +191,7 @@ def sweep(
                 trials = DeployedTrials(training, searched, led, trials_on, function)
             # A sweep that is suspended goes on to its end: its trials could not tell that from a failure.
             with outlast_api_outages(), spared_from_suspension(), show_sweep(led, definition, searched, search, run_config):
-                searched.lead(claimed.number, is_fresh=is_fresh)
+                searched.lead(claimed.number, definition.config, is_fresh=is_fresh)
                 termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
@@ -83,9 +84,9 @@ class Search:
         self._error: Exception | None = None
         self._restarts = sorted(recorded.in_state("failed")) if search.restart_errored else []
 
-    def lead(self, attempt: int, *, is_fresh: bool = False) -> None:
-        """Record that this process leads the sweep."""
-        self.recorded.record(SweepLed(attempt, is_fresh))
+    def lead(self, attempt: int, config: dict[str, Any] | None = None, *, is_fresh: bool = False) -> None:
+        """Record that this process leads the sweep; all trials that start or go on from here on have `config`."""
+        self.recorded.record(SweepLed(attempt, is_fresh, config))
 
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""

@@ -18,11 +18,13 @@ class SweepLed:
     Attributes:
         attempt: Its attempt.
         is_fresh: Whether the sweep begins again, without the trials before.
+        config: What all trials that start or go on from here on have; None if an older version did not record it.
 
     """
 
     attempt: Count
     is_fresh: bool = False
+    config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,7 @@ class TrialRecord:
         earlier_runs: The names of its runs before it went on from other trials' checkpoints.
         deleted_runs: The names of those of its runs whose checkpoints have been deleted.
         reports_before: The number of reports before its present run.
+        common: What all trials had when it last started or went on; None if an older version did not record it.
 
     """
 
@@ -67,24 +68,37 @@ class TrialRecord:
     earlier_runs: tuple[str, ...] = ()
     deleted_runs: tuple[str, ...] = ()
     reports_before: int = 0
+    common: dict[str, Any] | None = None
 
 
 History: TypeAlias = Mapping[int, TrialRecord]
 
 
-def apply(trials: dict[int, TrialRecord], event: Event) -> None:
-    """Change `trials` as `event` says."""
+def apply(trials: dict[int, TrialRecord], event: Event, common: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """Change `trials` as `event` says, and return what all trials that start or go on after it have.
+
+    Args:
+        trials: The trials before it.
+        event: The event.
+        common: What this function returned of the event before; None without one.
+
+    """
     match event:
-        case SweepLed(is_fresh=True):
-            trials.clear()
         case SweepLed():
-            pass
+            if event.is_fresh:
+                trials.clear()
+            for number, trial in trials.items():
+                if trial.state == "running":
+                    trials[number] = replace(trial, common=event.config)
+            return event.config
         case TrialStarted():
             trials[event.trial] = TrialRecord(
-                event.trial, event.run, event.config, event.study_number, milestone=event.milestone
+                event.trial, event.run, event.config, event.study_number, milestone=event.milestone, common=common
             )
         case TrialResumed():
-            trials[event.trial] = replace(trials[event.trial], state="running", reason=None, milestone=event.milestone)
+            trials[event.trial] = replace(
+                trials[event.trial], state="running", reason=None, milestone=event.milestone, common=common
+            )
         case TrialEnded():
             trials[event.trial] = replace(trials[event.trial], state=event.state, reason=event.reason, metrics=event.metrics)
         case TrialReported():
@@ -92,6 +106,7 @@ def apply(trials: dict[int, TrialRecord], event: Event) -> None:
         case CheckpointsDeleted():
             trial = trials[event.trial]
             trials[event.trial] = replace(trial, deleted_runs=(*trial.deleted_runs, event.run))
+    return common
 
 
 def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
@@ -120,8 +135,9 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
 def history_of(events: Iterable[Event]) -> dict[int, TrialRecord]:
     """Return the trials after `events`, by number."""
     trials: dict[int, TrialRecord] = {}
+    common: dict[str, Any] | None = None
     for event in events:
-        apply(trials, event)
+        common = apply(trials, event, common)
     return trials
 
 

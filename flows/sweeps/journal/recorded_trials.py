@@ -40,6 +40,7 @@ class RecordedTrials:
         self.by_number: dict[int, TrialRecord] = {}
         self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
         self._released: list[tuple[Source, str]] = []
+        self._common: dict[str, Any] | None = None
         for event in events:
             self._apply(event)
 
@@ -66,7 +67,7 @@ class RecordedTrials:
             if trial.source is not None:  # the copy is committed: the trial has reported in its own run
                 self._released.append((trial.source, trial.run))
                 self.by_number[event.trial] = replace(trial, source=None)
-        apply(self.by_number, event)
+        self._common = apply(self.by_number, event, self._common)
         self._count(event)
 
     def _count(self, event: Event) -> None:

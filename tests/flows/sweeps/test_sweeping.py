@@ -178,6 +178,14 @@ def num_stores() -> int:
 
 
 def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes_on(run, monkeypatch):
+def test_a_trial_has_the_config_with_which_it_last_started(run):
+    space, one, two = {"x": grid([1, 2, 3])}, search(num_trials=1, sampler=None), search(num_trials=2, sampler=None)
+    sweep("sweep_trainings:return_loss", space, {"y": 5}, one, run=run)
+    sweep("sweep_trainings:return_loss", space, {"y": 7}, two, run=run)
+    found = SweepResult.from_storage(run.storage, run.name)
+    assert [(trial.config, trial.metrics["loss"]) for trial in found] == [({"x": 1, "y": 5}, 6), ({"x": 2, "y": 7}, 9)]
+
+
     asked, ends = SearchConfig(metric="loss"), []
     sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=asked, run=run)
 
