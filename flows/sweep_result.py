@@ -1,5 +1,6 @@
 """The result of a sweep, read from its storage: while it runs, when it has ended, and when it has failed."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
-from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
 
 from .result import Result
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +177,29 @@ class SweepResult:
         return sweep_html(self.path, metric, mode, [_seen(trial, metric) for trial in self.trials])
 
     @classmethod
-    def from_storage(cls, storage: StorageLike, name: str) -> "SweepResult":
+    def from_storage(cls, storage: StorageLike, name: str, *, partial: bool = False) -> "SweepResult":
         """Read the result of a sweep that has ended, has failed or still runs; costs a few reads, and more for running trials.
 
         Args:
             storage: A local path, a URL, "block-type-slug/block-name", or a block.
             name: The sweep's name.
+            partial: Whether to return what is known of a sweep whose journal is damaged, with a warning in the log.
 
         Raises:
             FileNotFoundError: If there is no such sweep.
-            JournalDamagedError: If its journal is damaged.
+            JournalDamagedError: If its journal is damaged, unless `partial`.
 
         """
         run = Run.open(storage, name)
         definition = read_definition(run)
         if definition is None:
             raise FileNotFoundError(f"there is no sweep {name!r} in {run.storage.url}")
-        return cls.of(run, definition, read_trials(run))
+        if not partial:
+            return cls.of(run, definition, read_trials(run))
+        trials, lost = read_known_trials(run)
+        if lost is not None:
+            _logger.warning("%s", lost)
+        return cls.of(run, definition, trials)
 
     @classmethod
     def of(cls, run: Run, definition: Definition, history: History) -> "SweepResult":

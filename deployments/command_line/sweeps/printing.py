@@ -21,6 +21,7 @@ def list_trials(store: CheckpointStore, *, as_json: bool) -> None:
         note(f"sweep {store.run} has no trial")
     else:
         _print_trials(records, trials)
+    records.raise_if_damaged()
 
 
 def print_sweep(store: CheckpointStore, *, as_json: bool) -> None:
@@ -30,7 +31,12 @@ def print_sweep(store: CheckpointStore, *, as_json: bool) -> None:
     state = "unknown" if standing is None else standing.state
     if as_json:
         print_json(_describe(store, records, state))
-        return
+    else:
+        _print_sweep(store, records, state)
+    records.raise_if_damaged()
+
+
+def _print_sweep(store: CheckpointStore, records: SweepRecords, state: str) -> None:
     definition, best = records.definition, records.view.best()
     say(store.path, "bold")
     say(f"sweep of {definition.function}, {state}")
@@ -64,6 +70,7 @@ def show_best_trials(store: CheckpointStore, count: int, *, as_json: bool) -> No
         metric = records.view.metric
         rows = ([it.number, it.run, show_metric(it.value), it.step, at] for it, at in zip(found, ids, strict=True))
         print_table(["trial", "run", metric, "step", "latest checkpoint"], rows, right={"trial", metric, "step"})
+    records.raise_if_damaged()
 
 
 def _print_trials(records: SweepRecords, trials: list[SeenTrial]) -> None:

@@ -10,7 +10,8 @@ from prefect_torch.flows.monitoring.sweeps.page import show_rung
 from prefect_torch.flows.monitoring.sweeps.trial_table import TRIAL_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.sweeps.definition import Definition, read_definition
-from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.journal import JournalDamagedError
+from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
 from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 
 
@@ -21,11 +22,13 @@ class SweepRecords:
     Attributes:
         definition: What it searches.
         view: Its trials and their curves.
+        lost: What of its journal cannot be read, in words; None if all can.
 
     """
 
     definition: Definition
     view: SweepView
+    lost: str | None
 
     @classmethod
     def read(cls, store: CheckpointStore) -> "SweepRecords":
@@ -33,16 +36,26 @@ class SweepRecords:
 
         Raises:
             FileNotFoundError: If it has no definition.
-            JournalDamagedError: If its journal is damaged.
 
         """
         definition = read_definition(store)
         if definition is None:
             raise FileNotFoundError(f"there is no sweep {store.run!r} in {store.storage.url}")
         view = SweepView(store, definition)
-        view.record(read_trials(store))
+        trials, lost = read_known_trials(store)
+        view.record(trials)
         view.read()
-        return cls(definition, view)
+        return cls(definition, view, lost)
+
+    def raise_if_damaged(self) -> None:
+        """Raise if a part of its journal is lost; what is known has been printed before.
+
+        Raises:
+            JournalDamagedError: Naming the first entry that is lost.
+
+        """
+        if self.lost is not None:
+            raise JournalDamagedError(self.lost)
 
     @property
     def has_rungs(self) -> bool:

@@ -23,7 +23,7 @@ from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import link_text, page_url, plain_text, seconds_of, show_number, show_time
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
-from prefect_torch.flows.sweeps.journal.stored_trials import read_trials
+from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .live_artifact import artifact_key
@@ -164,7 +164,7 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
     if definition is None:
         return row
     metric, mode = definition.metrics[0], definition.modes[0]
-    trials = read_trials(store)
+    trials, _ = read_known_trials(store)
     scores = [score for trial in trials.values() if (score := score_of(trial, metric, mode)) is not None]
     best = None if not scores else min(scores) * (1 if mode == "min" else -1)
     return replace(row, metric=metric, best=best, num_trials=len(trials))

@@ -91,13 +91,17 @@ class Journal:
         return Part(last, self._attempt, count, f"{self._run.layout.journal}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")
 
 
-def read_journal(run: Run) -> list[Entry]:
+def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
     """Return every entry, in order, even if the leader merges objects meanwhile.
 
     Costs a listing and a read for each object, of which there are some 64 and one for each thousand entries and for each start.
 
+    Args:
+        run: The sweep.
+        lost: Gets a line on each entry that is missing or damaged, and left out; None to raise it.
+
     Raises:
-        JournalDamagedError: If an entry is missing or damaged that others follow.
+        JournalDamagedError: If an entry is missing or damaged that others follow, unless `lost` gets it.
         UnsupportedFormatError: If a newer version wrote an entry.
 
     """
@@ -115,7 +119,7 @@ def read_journal(run: Run) -> list[Entry]:
                 continue
             if number not in found or found[number][0] <= part.attempt:
                 found[number] = (part.attempt, entry)
-    return list(_consecutive(run, _without_overtaken(found), damaged))
+    return list(_consecutive(run, _without_overtaken(found), damaged, lost))
 
 
 def delete_journal(run: Run) -> None:
@@ -166,12 +170,16 @@ def _without_overtaken(found: dict[int, tuple[int, Entry]]) -> dict[int, Entry]:
     }
 
 
-def _consecutive(run: Run, entries: dict[int, Entry], damaged: dict[int, str]) -> Iterator[Entry]:
+def _consecutive(run: Run, entries: dict[int, Entry], damaged: dict[int, str], lost: list[str] | None) -> Iterator[Entry]:
     for number in range(max(entries, default=-1) + 1):
-        if number not in entries:
-            reason = damaged.get(number, "it is not there")
+        if number in entries:
+            yield entries[number]
+            continue
+        reason = damaged.get(number, "it is not there")
+        line = f"entry {number} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}"
+        if lost is None:
             raise JournalDamagedError(
-                f"entry {number} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}; entries "
-                "after it depend on it: restore the object from a backup, or begin again with resume='never'"
+                f"{line}; entries after it depend on it: restore the object from a backup, or begin again with "
+                "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) have what is known"
             )
-        yield entries[number]
+        lost.append(line)

@@ -1,11 +1,11 @@
 """The events and the trials of a sweep as its storage has them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prefect_torch.ckpt.runs.run import Run
 
-from .events import Event, decode_event
+from .events import Event, SweepLed, TrialStarted, decode_event
 from .history import TrialRecord, history_of
 from .journal import Entry, read_journal
 
@@ -37,6 +37,32 @@ def read_trials(run: Run) -> dict[int, TrialRecord]:
 
     """
     return history_of(read_events(run))
+
+
+def read_known_trials(run: Run) -> tuple[dict[int, TrialRecord], str | None]:
+    """Return the trials of a sweep as far as its journal can be read, and what of it is lost, in words; None if nothing is.
+
+    A trial whose start is lost is left out; one whose end is lost is as it was before.
+    """
+    lost: list[str] = []
+    trials = history_of(_with_their_start(events_of(run, read_journal(run, lost))))
+    return trials, None if not lost else (
+        f"{len(lost)} of the journal's entries cannot be read, so trials may be missing, or be as they were before; the first: "
+        f"{lost[0]}"
+    )
+
+
+def _with_their_start(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield the events without those of trials whose start is not among them."""
+    started: set[int] = set()
+    for event in events:
+        if isinstance(event, SweepLed):
+            started = set() if event.is_fresh else started
+        elif isinstance(event, TrialStarted):
+            started.add(event.trial)
+        elif event.trial not in started:
+            continue
+        yield event
 
 
 def _below(sweep: str, entry: Mapping[str, Any]) -> dict[str, Any]:

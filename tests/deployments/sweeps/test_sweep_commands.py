@@ -1,10 +1,14 @@
 """`ls`, `show` and `best` know sweeps, whose trials are runs of their own."""
 
+import re
+
 import pytest
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.sweeps.journal.journal import list_parts
 from ranks import Attempt, folder
 from stored_sweeps import store_sweep, trial_run
 
@@ -65,6 +69,17 @@ def test_a_sweep_is_shown_with_its_best_trial_first_and_the_reasons_of_failures(
     assert lines[-1] == f"best run: {trial_run(3)}"
     shown = as_json("show", swept, "digits")
     assert (shown["best"], shown["state"], len(shown["trials"])) == (3, "completed", 5)
+
+
+@pytest.mark.parametrize("name", ["ls", "show", "best"])
+def test_of_a_sweep_that_has_lost_an_entry_what_is_known_is_printed(swept, command, name):
+    run = Run.open(swept, "digits")
+    run.storage.delete([list_parts(run)[1].key])
+    arguments = ("-k", "9") if name == "best" else ()
+    code, out, err = command(name, swept, "digits", *arguments)
+    assert {number for number in range(5) if re.search(rf"^ *{number} ", out, re.MULTILINE)} >= {3, 4}
+    assert (code, "cannot be read, so trials may be missing" in err, "entry 1 of the journal" in err) == (1, True, True)
+    assert command(name, swept, "digits", "--json", *arguments)[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The journal of a sweep, with crashes at every storage operation, and two writers."""
 
+import re
+
 import pytest
 from crash_points import crash_points
 from memory_storage import MemoryStorage
@@ -10,6 +12,8 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal import journal as journals
 from prefect_torch.flows.sweeps.journal.journal import Journal, JournalDamagedError, list_parts, read_journal
+from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
+from stored_sweeps import store_sweep
 from wrapped_storage import WrappedStorage
 
 
@@ -109,3 +113,19 @@ def test_a_missing_entry_is_an_error_and_no_shorter_journal():
     run.storage.delete([list_parts(run)[1].key])
     with pytest.raises(JournalDamagedError, match="entry 1 of the journal of sweep 'sweep'"):
         read_journal(run)
+    lost = []
+    assert [entry.get("n") for entry in read_journal(run, lost)] == [None, 1, 2]
+    assert lost == [f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is not there"]
+
+
+def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):
+    run, _ = store_sweep(str(tmp_path))
+    whole = read_trials(run)
+    assert read_known_trials(run) == (whole, None)
+    of_start, of_end = list_parts(run)[2], list_parts(run)[6]
+    run.storage.put_bytes(of_start.key, run.storage.get_bytes(of_start.key).replace(b"lr", b"rl"))
+    run.storage.delete([of_end.key])
+    known, lost = read_known_trials(run)
+    assert {**known, 1: whole[1]} == {**whole, 0: known[0]}
+    assert (known[0].state, 1 in known) == ("running", False)
+    assert re.match(r"2 of the journal's entries cannot be read, so .* the first: entry 2 of the journal .*000000002-", lost)

@@ -367,6 +367,9 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
+    with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) have what is known"):
+        SweepResult.from_storage(run.storage, run.name)
+    assert [trial.config for trial in SweepResult.from_storage(run.storage, run.name, partial=True)] == [{"x": 1}, {"x": 2}]
     [
         ({"stop": {"los": 1, "training_iteration": 9}}, "stop={'los': 1} completes no trial: no report of trial 0 has 'los'"),
         ({"scheduler": "asha", "max_t": 3}, "scheduler='asha' has not decided on trial 0: it reached step=3 without"),

@@ -16,6 +16,7 @@ from prefect_torch.flows.monitoring.pages import runs_page
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.runs_page import read_runs, write_runs
 from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.flows.sweeps.journal.journal import list_parts
 from prefect_torch.tasks.options.storage import configured_storage
 from stored_sweeps import store_sweep
 
@@ -60,6 +61,13 @@ def test_a_sweep_is_a_row_with_its_trials_and_the_best_value(storage):
     store_sweep(storage, ending="completed")
     (row,) = [line for line in write_runs(storage.url, *read_runs(storage), now_s=0.0).splitlines() if line.startswith("| [")]
     assert row.startswith(f"| [digits]({page_url('flow-run', UUID(FLOW_RUN))}) | completed | 5 trials | loss 0.5 |  | 1 |")
+
+
+def test_a_sweep_that_has_lost_an_entry_of_its_journal_hides_no_run(storage):
+    run, _ = store_sweep(storage, ending="completed")
+    run.storage.delete([list_parts(run)[1].key])
+    page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
+    assert "| completed | 4 trials | loss 0.5 |" in page
 
 
 def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage, monkeypatch):
