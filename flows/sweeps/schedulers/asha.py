@@ -11,7 +11,7 @@ from typing import ClassVar, TypeAlias
 
 from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 
-from .scheduling import Decision, Promotion, sort_key
+from .scheduling import Decision, Promotion, is_score, sort_key
 
 _Reached: TypeAlias = list[tuple[TrialRecord, list[RungReport]]]  # trials, each with its report at each rung
 
@@ -116,7 +116,7 @@ class Asha:
         return {
             it.number
             for place, (it, reports) in enumerate(_best_first(reached, rung))
-            if it.state == "paused" and len(reports) == rung + 1 and (place >= most or math.isnan(reports[rung].value))
+            if it.state == "paused" and len(reports) == rung + 1 and (place >= most or not is_score(reports[rung].value))
         }
 
     def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
@@ -127,7 +127,7 @@ class Asha:
         if is_last_call and not any(len(reports) > rung + 1 for _, reports in best):
             count = max(1, count)
         for trial, reports in best[:count]:
-            if trial.state == "paused" and len(reports) == rung + 1 and not math.isnan(reports[rung].value):
+            if trial.state == "paused" and len(reports) == rung + 1 and is_score(reports[rung].value):
                 return trial.number
         return None
 

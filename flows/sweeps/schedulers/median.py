@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 
-from .scheduling import Decision, ResumesAll, sort_key
+from .scheduling import Decision, ResumesAll, is_score, sort_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Median(ResumesAll):
             return Decision("running", self.grace_period)
         best = min((report.value for report in trial.reports), key=sort_key)
         middle = median(averages)
-        if math.isnan(best) or best > middle:
+        if not is_score(best) or best > middle:
             return Decision("stopped", reason=f"worse than the median of {len(averages)} trials at {time:g}")
         return Decision("running", self.grace_period)
 

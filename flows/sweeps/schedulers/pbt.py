@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
 from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
 
-from .scheduling import Clone, Decision, Promotion, ResumesAll, sort_key
+from .scheduling import Clone, Decision, Promotion, ResumesAll, is_score, sort_key
 
 _FACTORS = (0.8, 1.2)
 
@@ -86,7 +86,7 @@ class PopulationBased(ResumesAll):
         best = [
             it
             for it in ranked[:count]
-            if it.source is None and it.reports[-1].checkpoint is not None and not math.isnan(values[it.number])
+            if it.source is None and it.reports[-1].checkpoint is not None and is_score(values[it.number])
         ]
         return random.choice(best) if best else None
 

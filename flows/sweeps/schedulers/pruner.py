@@ -1,5 +1,6 @@
 """Any pruner of Optuna's: a trial that it would prune stops."""
 
+import math
 from typing import ClassVar, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState
@@ -64,6 +65,8 @@ class PrunedTrials(ResumesAll):
         prunes = False
         seen = self._seen.get(trial.number, 0)
         for count, report in enumerate(trial.reports[seen:], seen + 1):
+            if not self._counts_reports and math.isnan(report.time):
+                continue  # from an earlier start, whose times were a metric
             step = count if self._counts_reports else int(report.time)
             prunes = self._pruning.report(trial.number, step, report.value)
         self._seen[trial.number] = len(trial.reports)

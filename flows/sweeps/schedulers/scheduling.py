@@ -57,7 +57,7 @@ class Promotion:
 
 
 class Scheduler(Protocol):
-    """Decides from the history alone; a lower value is better, and NaN is the worst.
+    """Decides from the history alone; a lower value is better, and what is no score (see `is_score`) is the worst.
 
     Attributes:
         asks_always: Whether every report asks, also one without a checkpoint; else the first with one after the milestone.
@@ -115,6 +115,11 @@ class RunToTheEnd(ResumesAll):
         return Decision("running")
 
 
+def is_score(value: float) -> bool:
+    """Return whether trials compare by a value, of which a lower one is better: NaN and a loss of minus infinity are none."""
+    return value > -math.inf
+
+
 def sort_key(value: float) -> tuple[bool, float]:
-    """Return a key that sorts values, the best first and NaN last."""
-    return (math.isnan(value), 0.0 if math.isnan(value) else value)
+    """Return a key that sorts values, the best first and what is no score last."""
+    return (False, value) if is_score(value) else (True, 0.0)

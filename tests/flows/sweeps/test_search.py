@@ -440,6 +440,13 @@ def test_an_integer_that_no_float_can_hold_is_an_infinite_score():
     assert time_of("loss", 0, 1, {"loss": 10**400}) == math.inf
 
 
+@pytest.mark.parametrize(("loss", "state"), [(-math.inf, "FAIL"), (math.inf, "COMPLETE")])
+def test_a_sampler_sees_no_infinitely_good_value(loss, state):
+    search = Search(configured(), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+    search.end(search.next_trial().number, TrialEnd("completed", None, {"loss": loss}))
+    assert [it.state.name for it in search._study._study.trials] == [state]
+
+
 def test_the_lower_of_two_limits_for_the_same_time_counts():
     for stop in ({"step": 5}, {"step": 50}):
         search = Search(configured(max_t=9, stop=stop), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")

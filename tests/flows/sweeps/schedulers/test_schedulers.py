@@ -13,6 +13,7 @@ from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
+from prefect_torch.flows.sweeps.schedulers.pruner import PrunedTrials
 from prefect_torch.flows.sweeps.schedulers.scheduling import Decision
 
 SPACE = parse_space(
@@ -200,6 +201,34 @@ def test_the_median_is_of_the_trials_that_have_come_as_far():
     assert Median(1).decide({number: it for number, it in history.items() if number != 0}, 9).state == "running"
     infinite = trial(10, "completed", math.inf, -math.inf)
     assert Median(1).decide({**history, 10: infinite}, 9).reason == "worse than the median of 3 trials at 2"
+
+
+def test_an_infinitely_good_value_is_no_score():
+    reports = [(RungReport(1, value, f"at-{value}"),) for value in (-math.inf, 0.5, 0.7, 0.9)]
+    trials = [TrialRecord(it, f"run-{it}", {"a": 0.5}, it, state="paused", reports=one) for it, one in enumerate(reports)]
+    history = {it.number: it for it in trials}
+    assert Asha(1, 3, 9, 4).promote(history).number == 1
+    assert 0 in Asha(1, 3, 9, 4).lost(history)
+    assert Median(1).decide(history, 0).state == "stopped"
+    taken = PopulationBased(parse_space({"a": uniform(0, 1)}), 1, 4, 0).decide(history, 0)
+    assert taken.clone.source == 1
+
+
+def test_a_pruner_sees_no_report_of_an_earlier_start_without_a_time():
+    seen = []
+
+    class Pruning:
+        def report(self, number, step, value):
+            seen.append((number, step, value))
+            return False
+
+        def end(self, number, state):
+            raise AssertionError
+
+    reports = (RungReport(math.nan, 0.5), RungReport(3, 0.7))
+    trial = TrialRecord(0, "run-0", {}, 0, reports=reports)
+    assert PrunedTrials(Pruning(), 1, counts_reports=False).decide({0: trial}, 0).state == "running"
+    assert seen == [(0, 3, 0.7)]
 
 
 def best_of(trials) -> float:
