@@ -12,6 +12,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.space import is_same
 
 _LARGEST_SEED = 2**32
 _WHAT = "what a sweep searches"
@@ -90,7 +91,7 @@ def find_definition(run: Run, given: Definition) -> Definition | None:
     """
     known = read_definition(run)
     for name in () if known is None else ("space", "metrics", "modes"):
-        if getattr(known, name) != getattr(given, name):
+        if not is_same(getattr(known, name), getattr(given, name)):
             raise ValueError(
                 f"sweep {run.name!r} in {run.storage.url} has {name}={getattr(known, name)!r}, and this one "
                 f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"

@@ -25,6 +25,15 @@ class Draw(Protocol):
         ...
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values of JSON are equal, NaN being equal to itself."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(is_same(item, other[key]) for key, item in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - NaN
+
+
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A value that all trials have."""
@@ -37,7 +46,7 @@ class Constant:
 
     def parameters(self, name: str, value: Any) -> Parameters:
         """Return the parameters with which `suggest` returns `value`; ValueError if there are none."""
-        if value != self.value:
+        if not is_same(value, self.value):
             raise ValueError(f"{name} is {self.value!r} in the space, not {value!r}")
         return {}
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import math
 import re
 import sys
 import uuid
@@ -379,8 +380,10 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
             {"scheduler": "asha", "grace_period": 4, "max_t": 9},
             "scheduler='asha' has not decided on trial 0: it ended at step=3, and the first decision is at 4",
         ),
+    space["rate"] = math.nan
     ],
 )
+        assert math.isnan(result.best.config.pop("rate"))
 def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(run, caplog, changes, expected):
     chosen = search(sampler=None, num_trials=2, **changes)
     result = sweep("sweep_trainings:report_no_checkpoint", {"lr": grid([1, 2])}, search=chosen, run=run)

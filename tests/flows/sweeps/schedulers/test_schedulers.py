@@ -262,6 +262,14 @@ def test_what_a_population_perturbs_stays_in_the_space_where_binary_does_not_hol
         space.parameters("", pbt.space_perturbed({"opt": {"momentum": 0.7}}, Random(seed)))
 
 
+def test_a_population_perturbs_a_space_with_constants_that_are_not_a_number():
+    space = parse_space({"opt": choice([{"clip": [math.nan], "rate": uniform(0, 1)}, math.nan]), "seed": math.nan})
+    for seed in range(20):
+        for opt in ({"clip": [math.nan], "rate": 0.5}, math.nan):
+            changed = PopulationBased(space, 1, 4, 0).space_perturbed({"opt": opt, "seed": math.nan}, Random(seed))
+            space.parameters("", changed)
+
+
 def population(*values_of_each, completed=()):
     """Return trials with a report at each interval of ten, of which some have completed."""
     return {
