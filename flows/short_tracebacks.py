@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectHTTPStatusError
+from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.flows.prefect_api.final_state import call_for_result
 from prefect_torch.tasks.rank.errors import RankFailedError
@@ -48,6 +48,7 @@ _LEVELS = (
 )
 _LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
+_TOO_DEEP = "Maximum serialization depth exceeded"  # pydantic's; deeper still, Prefect meets Python's own limit
 
 
 class ShortTracebacks(logging.Filter):
@@ -148,10 +149,10 @@ class ShortTracebackFlow(Flow[P, R]):
 
 @contextmanager
 def large_parameters_explained() -> Iterator[None]:
-    """Replace the error about parameters that are too large for Prefect, which repeats all of them, by one sentence.
+    """Replace the error about parameters that are too large, or nested too deeply, for Prefect by one sentence.
 
     Raises:
-        ValueError: With both sizes, and what to do.
+        ValueError: With both sizes, if it is that, and what to do.
 
     """
     try:
@@ -163,6 +164,13 @@ def large_parameters_explained() -> Iterator[None]:
         raise ValueError(
             f"the parameters have {sizes[2]} bytes, and Prefect's server takes less than {sizes[1]}: put data of the config "
             "into a file or the storage, and its path into the config"
+        ) from None
+    except (PrefectException, ValueError) as exc:
+        if not isinstance(exc.__cause__, RecursionError) and str(exc) != _TOO_DEEP:
+            raise
+        raise ValueError(
+            "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "
+            "path into the config"
         ) from None
 
 

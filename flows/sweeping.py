@@ -163,6 +163,8 @@ def sweep(
         working_dir,
     )
     led = Run.open(storage, run_config.name or name_of_flow_run())
+    if "/" in led.name:
+        raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
     given = define(function, space, training.config, search)
     claimed = _claim(led, storage, run_config, given)
     with _outcome_recorded(led, claimed, storage):

@@ -8,7 +8,7 @@ from typing import Any
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.records import FORMAT_VERSION
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.search_config import SearchConfig
@@ -48,10 +48,11 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
     """Return the definition of a new sweep.
 
     Raises:
-        ValueError: If JSON cannot hold a value of the config, naming it.
+        ValueError: If JSON cannot hold a value of the config, or it is nested more than 100 levels deep, naming it.
 
     """
     for name, value in config.items():
+        check_depth(value, f"config[{name!r}]")
         try:
             as_stored(value)
         except (TypeError, ValueError) as exc:

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import as_float, with_numbers
+from prefect_torch.ckpt.storage.records import check_depth
 
 from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains, parameter_names
 
@@ -63,12 +64,13 @@ def parse_space(space: Mapping[str, Any]) -> Nested:
     """Return the space that `space` describes.
 
     Raises:
-        ValueError: If nothing in it is to be chosen, two parameters have one name, or a domain is invalid; the error names its
-            place.
+        ValueError: If nothing in it is to be chosen, two parameters have one name, a domain is invalid, or it is nested more
+            than 100 levels deep; the error names the place.
 
     """
     if not isinstance(space, Mapping) or not space:
         raise ValueError(f"space={space!r} is empty: give what is to be searched, such as {{'lr': loguniform(1e-4, 1e-1)}}")
+    check_depth(space, "space")
     parsed = _parse(space, "")
     if not isinstance(parsed, Nested):
         raise ValueError(f"space is a {space['kind']} itself: give it a name, such as {{'lr': {space!r}}}")  # noqa: TRY004 - one error

@@ -7,8 +7,8 @@ import math
 import re
 import sys
 import uuid
-from dataclasses import replace
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -144,7 +144,6 @@ def test_the_page_searches_with_asha_and_optuna_reads_the_journal(tmp_path, monk
     assert int(capsys.readouterr().out) >= 3
 
 
-def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
 @contextmanager
 def without_collection():
     gc.disable()
@@ -159,6 +158,7 @@ def num_stores() -> int:
     return sum(it.joinpath("comm").read_text().startswith("pt_tcpstore") for it in Path("/proc/self/task").iterdir())
 
 
+def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     space = {"x": grid([2, 1])}
     first = sweep("sweep_trainings:return_loss", space, {"y": 5}, SearchConfig(metric="loss", num_trials=1), run=run)
     assert [trial.config for trial in first.trials] == [{"x": 2, "y": 5}]
@@ -178,7 +178,6 @@ def num_stores() -> int:
     assert SweepResult.from_storage(run.storage, run.name) == again
 
 
-def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes_on(run, monkeypatch):
 def test_a_trial_has_the_config_with_which_it_last_started(run):
     space, one, two = {"x": grid([1, 2, 3])}, search(num_trials=1, sampler=None), search(num_trials=2, sampler=None)
     sweep("sweep_trainings:return_loss", space, {"y": 5}, one, run=run)
@@ -187,6 +186,7 @@ def test_a_trial_has_the_config_with_which_it_last_started(run):
     assert [(trial.config, trial.metrics["loss"]) for trial in found] == [({"x": 1, "y": 5}, 6), ({"x": 2, "y": 7}, 9)]
 
 
+def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes_on(run, monkeypatch):
     asked, ends = SearchConfig(metric="loss"), []
     sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=asked, run=run)
 
@@ -288,9 +288,19 @@ def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monke
     assert [trial.metrics["loss"] for trial in result.trials] == [1.0, 1.0]
 
 
+def nested(levels: int) -> dict:
+    space = {"lr": uniform(0, 1)}
+    for _ in range(levels):
+        space = {"inner": space}
+    return space
+
+
 WRONG = [
     ({}, {}, "is empty: give what is to be searched"),
     ({"lr": uniform(2, 1)}, {}, "low=2 is above high=1"),
+    (nested(150), {}, "^space is nested more than 100 levels deep$"),
+    (nested(800), {}, "^a parameter is nested too deeply for Prefect, or holds itself: put such data into a file"),
+    (nested(2000), {}, "^a parameter is nested too deeply for Prefect"),
     ({"lr": uniform(0, 1)}, {"sampler": "grid"}, "lr is continuous"),
     ({"lr": grid([1])}, {"sampler": "tpe"}, "the space has a grid"),
     ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 1}, {"rate": 1}]}, r"initial_points\[1\]: rate is not in the space"),
@@ -304,6 +314,13 @@ WRONG = [
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_stored(run, tmp_path, space, changes, problem):
     with pytest.raises(ValueError, match=problem):
         sweep("sweep_trainings:climb", space, search=search(**changes), run=run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_with_the_name_of_a_trial_is_refused(run, tmp_path):
+    taken = run.model_copy(update={"name": "digits/trial-0000-0123abcd"})
+    with pytest.raises(ValueError, match=r"^run name 'digits/trial-0000-0123abcd' is that of a sweep's trial: give"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, search=search(), run=taken)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -350,6 +367,9 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
     led.storage.put_bytes(first.key, b"damaged")
     with pytest.raises(JournalDamagedError):
         sweep("sweep_trainings:return_loss", space, search=asked, run=run)
+    with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) have what is known"):
+        SweepResult.from_storage(run.storage, run.name)
+    assert [trial.config for trial in SweepResult.from_storage(run.storage, run.name, partial=True)] == [{"x": 1}, {"x": 2}]
     assert read_standing(led).state == "failed"
     again = run.model_copy(update={"resume": "never"})
     result = sweep("sweep_trainings:return_loss", {"x": grid([5])}, search=asked, run=again)
@@ -360,17 +380,16 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
 def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_goes_on_as_a_list(run):
     space = {"nested": {"x": grid([1])}, "betas": (0.9, 0.99)}
     config, asked = {"nested": {"x": 9, "y": 5}, "z": 7}, SearchConfig(metric="loss", num_trials=1)
+    space["rate"] = math.nan
     for _ in range(2):
         result = sweep("sweep_trainings:return_nested", space, config, asked, run=run)
+        assert math.isnan(result.best.config.pop("rate"))
         assert result.best.config == {"nested": {"x": 1, "y": 5}, "z": 7, "betas": [0.9, 0.99]}
         assert result.best.metrics == {"loss": 6}
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) have what is known"):
-        SweepResult.from_storage(run.storage, run.name)
-    assert [trial.config for trial in SweepResult.from_storage(run.storage, run.name, partial=True)] == [{"x": 1}, {"x": 2}]
     [
         ({"stop": {"los": 1, "training_iteration": 9}}, "stop={'los': 1} completes no trial: no report of trial 0 has 'los'"),
         ({"scheduler": "asha", "max_t": 3}, "scheduler='asha' has not decided on trial 0: it reached step=3 without"),
@@ -380,10 +399,8 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
             {"scheduler": "asha", "grace_period": 4, "max_t": 9},
             "scheduler='asha' has not decided on trial 0: it ended at step=3, and the first decision is at 4",
         ),
-    space["rate"] = math.nan
     ],
 )
-        assert math.isnan(result.best.config.pop("rate"))
 def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(run, caplog, changes, expected):
     chosen = search(sampler=None, num_trials=2, **changes)
     result = sweep("sweep_trainings:report_no_checkpoint", {"lr": grid([1, 2])}, search=chosen, run=run)
