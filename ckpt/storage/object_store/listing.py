@@ -73,6 +73,7 @@ class BucketListing:
         self._exists = exists
         self._order = ServerOrder(is_documented=is_documented)
         self._goes_on_as_it_lists = False
+        self._ignores_after = False
 
     def list(self, prefix: str, after: str | None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, as `Storage.list` promises; a request per thousand, and one for each split at most.
@@ -92,6 +93,8 @@ class BucketListing:
             keys = [info.key for info in page]
             self._order.see(last, keys)
             is_known = self._order.is_known
+            if begins_after is not None and not is_known and len(keys) >= LISTED_AT_ONCE and keys == sorted(keys):
+                self._ignores_after = True  # in order, but from the beginning
             if (begins_after is not None and not is_known) or (
                 begins_after is None and is_known and after is not None and keys[-1] < after
             ):  # the part left out may be newer; or the order is known now, and pages can be left out
@@ -107,7 +110,12 @@ class BucketListing:
         """Yield the pages below `prefix`, also those behind a response that was no listing though its status was 200.
 
         object_store takes any XML for a listing, such as a service's error or a gateway's page: for an empty one, or for the
-        end after a full page. Both are confirmed by one more request.
+        end after a full page. Both are confirmed by one more request. A server that knows only the first version of listings
+        ends each after a full page, too, and gives the same page again when asked for what is behind it.
+
+        Raises:
+            OSError: If the server does so.
+
         """
         end, is_full = None, False
         for _ in range(2):
@@ -116,11 +124,17 @@ class BucketListing:
                 end, is_full = page[-1].key, len(page) >= LISTED_AT_ONCE
             if end is not None:
                 break
-        while end is not None and is_full and self._order.is_known:
+        while end is not None and is_full and (self._order.is_known or self._ignores_after):
             before, is_full = end, False
             for page in self._pages(prefix, before):
                 if not self._order.is_behind(page[0].key, before):  # one known server goes on by another order
-                    return
+                    if before not in {info.key for info in page}:
+                        return
+                    self._ignores_after = True
+                    raise OSError(
+                        f"the server of {self._url} lists {LISTED_AT_ONCE} objects below {prefix}, and the same ones when "
+                        "asked for what is behind them, so that others cannot be seen: give trainings another server"
+                    )
                 yield page
                 end, is_full = page[-1].key, len(page) >= LISTED_AT_ONCE
 

@@ -249,6 +249,17 @@ def test_a_server_that_loses_objects_between_two_pages_is_told_when_parts_are_li
         listed(listing, None, lambda: SPLITS)
 
 
+@pytest.mark.parametrize("after", [None, KEYS[500], KEYS[-500]])
+def test_a_server_that_lists_its_first_page_only_is_told(after):
+    """It is one that knows the first version of listings alone, as pys3local is."""
+    listing = BucketListing(
+        "s3://bucket", lambda *_: iter([[info_of(key) for key in KEYS[:1000]]]), lambda _: True, is_documented=False
+    )
+    for _ in range(2):
+        with pytest.raises(OSError, match="lists 1000 objects below m/, and the same ones when asked for what is behind"):
+            listed(listing, after)
+
+
 def test_an_error_of_one_part_is_that_of_the_listing():
     server = Server(KEYS, "keys")
 
