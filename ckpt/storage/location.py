@@ -47,6 +47,12 @@ def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
     return None
 
 
+def is_bucket(url: str) -> bool:
+    """Return whether `url` names a bucket or a container of an object store."""
+    match = URL.match(url)
+    return match is not None and match["scheme"].lower() in OBJECT_STORES
+
+
 def refuse_password(text: str) -> None:
     """Raise ValueError if `text`, as a URL, contains a password: it would be shown wherever the URL is.
 

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from prefect_torch.ckpt.errors import CheckpointError, StorageError
 from prefect_torch.ckpt.storage.object_store.listing import ServerOrder
 
+from .location import is_bucket
 from .protocol import Storage
 from .retry import ClockSkewError
 
@@ -158,11 +159,12 @@ def _advice(step: Step, error: Exception, url: str) -> str:
         right = f"the right to {step}" + (f" ({_RIGHTS[step]})" if url.startswith("s3") and step in _RIGHTS else "")
         return f"let this user {step} there: {right} is missing, or give other credentials"
     if isinstance(error, FileNotFoundError) and "://" in url:
-        return "create the bucket, or fix its name in the URL or the block"
+        what = "the bucket" if is_bucket(url) else "what the URL names"
+        return f"create {what}, or fix its name in the URL or the block"
     if isinstance(error, StorageError):
         return "check the endpoint's address and the network, or try again later"
-    if isinstance(error, OSError) and error.errno in _ADVICE:
-        return _ADVICE[error.errno]
+    if isinstance(error, OSError) and (error.errno in _ADVICE or (error.errno is None and is_bucket(url))):
+        return _ADVICE.get(error.errno, "change what this names, or give another location")
     lists_wrong = step in ("list", "forget") and isinstance(error, ValueError)
     what = "switch off what answers listings from a cache" if lists_wrong else f"let this user {step} there"
     return f"{what}, or give another location"

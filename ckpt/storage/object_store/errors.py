@@ -28,6 +28,17 @@ _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
 _CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w*)")
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
+# Below the first line of object_store's text, which says of every connection that fails only that a request could not be sent.
+_CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(?P<why>\w+)")
+_CERTIFICATE_REMEDIES = {  # by the beginning of rustls' name for the reason (https://docs.rs/rustls/latest/rustls/enum.CertificateError.html)
+    "CaUsedAsEndEntity": "it says that it is an authority's own: have it made with basicConstraints=CA:FALSE",
+    "Expired": "have it renewed, or set this machine's clock",
+    "NotValidYet": "have it renewed, or set this machine's clock",
+    "NotValidForName": "write the endpoint with the name that is in it",
+    "": "give that of its authority, in AWS_CA_BUNDLE, the option root_certificate or the block",
+}
+_NO_TLS = "InvalidContentType"
+_UNSENT = re.compile(r'source: reqwest::Error \{.*?\b(?:message|error): "(?P<text>[^"\n]{1,200})"', re.DOTALL)
 
 
 def translate(error: Exception, where: str, *, has_answered: bool) -> Exception:
@@ -46,6 +57,7 @@ def translate(error: Exception, where: str, *, has_answered: bool) -> Exception:
         return _translate_missing(error, where, reason)
     return (
         _translate_refused(error, where, reason)
+        or (None if has_answered else _translate_tls(error, where))
         or _translate_login(error, where, reason, has_answered=has_answered)
         or _translate_status(error, where, reason)
     )
@@ -86,6 +98,18 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
         )
     if _METADATA_HOST in text or (_PROVIDER in text and _code(error) in {"", *PASSING}):
         return StorageError(f"the credentials for {where} cannot be fetched at the moment: {reason}")
+    return None
+
+
+def _translate_tls(error: Exception, where: str) -> Exception | None:
+    """Return the error of a server that has never been reached, and will not be by TLS as it is set; None for any other."""
+    text = str(error)
+    if (found := _CERTIFICATE.search(text)) is not None:
+        why = found["why"]
+        remedy = next(remedy for begin, remedy in _CERTIFICATE_REMEDIES.items() if why.startswith(begin))
+        return OSError(f"the certificate of the server of {where} is not accepted ({why}): {remedy}")
+    if _NO_TLS in text:
+        return OSError(f"the server of {where} does not speak TLS at this port: write its address as http://HOST:PORT")
     return None
 
 
@@ -158,8 +182,13 @@ def _parse_time(text: str) -> datetime:
 
 
 def first_reason(error: Exception) -> str:
-    """Return the first line without its URL's query, which may be signed, and the code and message of the server's response."""
+    """Return the first line without its URL's query, which may be signed, and the code and message of the server's response.
+
+    Of a request that was not sent, the reason comes instead of a response, such as "Connection refused".
+    """
     text = str(error).strip()
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
-    return ": ".join([line, *(answer[name][:300] for name in ("Code", "Message") if name in answer)])
+    unsent = _UNSENT.search(text)
+    told = [answer[name][:300] for name in ("Code", "Message") if name in answer]
+    return ": ".join([line, *([unsent["text"]] if unsent is not None and not told else told)])

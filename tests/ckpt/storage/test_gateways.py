@@ -2,11 +2,18 @@
 
 import contextlib
 import socket
+import ssl
 import threading
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
 from itertools import count
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
@@ -252,6 +259,55 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_
         policy = replace(INTERACTIVE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
         storage = open_storage(StorageSpec("s3://bucket", options, policy))
         with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
+            storage.get_bytes("run/x")
+
+
+@contextlib.contextmanager
+def tls_server(folder, *, is_authority):
+    """Run a server of HTTPS that answers nothing, with a certificate of its own; yield its address and the certificate."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "storage")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
+    made = made.add_extension(x509.BasicConstraints(is_authority, None), critical=True)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+    certificate = made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    (folder / "pem").write_bytes(certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "pem")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True):
+                        pass
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        yield f"https://127.0.0.1:{server.getsockname()[1]}", certificate.decode()
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("is_authority", "is_given", "words"),
+    [
+        (False, False, r"is not accepted \(UnknownIssuer\): give that of its authority, in AWS_CA_BUNDLE"),
+        (True, True, r"is not accepted \(CaUsedAsEndEntity\): .*basicConstraints=CA:FALSE"),
+    ],
+)
+def test_a_certificate_that_is_not_accepted_is_told_by_its_remedy_and_not_tried_again(
+    once, tmp_path, is_authority, is_given, words
+):
+    with tls_server(tmp_path, is_authority=is_authority) as (endpoint, certificate):
+        options = {**S3Server(endpoint).options(), **({"root_certificate": certificate} if is_given else {})}
+        storage = ObstoreStorage("s3://bucket", options)
+        with pytest.raises(OSError, match=words) as caught:
+            storage.get_bytes("run/x")
+        assert classify(caught.value) == "final"
+        storage._has_answered = True  # the one that it had before may come back
+        with pytest.raises(StorageError):
             storage.get_bytes("run/x")
 
 

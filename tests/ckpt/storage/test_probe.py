@@ -76,6 +76,18 @@ def test_a_missing_bucket_is_named(moto):
     assert caught.value.advice == "create the bucket, or fix its name in the URL or the block"
 
 
+def test_a_file_that_is_missing_is_no_bucket(tmp_path):
+    with pytest.raises(StorageUnfitError) as caught:
+        probe_storage(open_storage(f"zip://{tmp_path}/missing.zip"))
+    assert caught.value.advice == "create what the URL names, or fix its name in the URL or the block"
+
+
+def test_an_endpoint_that_speaks_no_tls_is_told_by_what_to_change(moto):
+    with pytest.raises(StorageUnfitError, match="does not speak TLS at this port: write its address as http://") as caught:
+        probe_storage(at(S3Server(moto.endpoint.replace("http://", "https://")), "bucket"))
+    assert caught.value.advice == "change what this names, or give another location"
+
+
 def test_an_endpoint_that_nobody_listens_at_is_told():
     with pytest.raises(StorageUnfitError, match="does not write") as caught:
         probe_storage(at(S3Server(f"http://127.0.0.1:{free_port()}"), "bucket"))
