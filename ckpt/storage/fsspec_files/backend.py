@@ -254,12 +254,16 @@ class FsspecStorage:
             raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
         except (ValueError, TypeError, NotImplementedError, StorageError):
             raise
+        except ImportError as exc:
+            raise ValueError(f"{self._url} cannot be a storage: {exc}; install what its filesystem needs") from exc
         except Exception as exc:
             if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
             text = f"{type(exc).__name__}: {exc}"
-            status = getattr(exc, "status_code", None)  # of WebDAV's HTTPError
+            status = getattr(
+                getattr(exc, "response", exc), "status_code", None
+            )  # of WebDAV's HTTPError, and of HTTP clients' own
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
                 raise full_storage(text, where) from exc
             if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

@@ -380,6 +380,14 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         assert sorted(path.name for path in (tmp_path / "store/run").iterdir()) == ["manifests"]
 
 
+class RefusedRequestError(OSError):
+    """An error of an HTTP client that has the server's response, as Hugging Face's has."""
+
+    def __init__(self, status):
+        super().__init__("the server refused a request")
+        self.response = SimpleNamespace(status_code=status)
+
+
 class TestMemoryStorage(StorageContract, WholeWritesContract):
     num_many = 20
     writes = ("file", "buffers")
@@ -404,6 +412,9 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
             (PermissionError("no"), PermissionError, "memory://.*/run/x is refused"),
             (OSError(28, "No space left on device"), OSError, "No space left"),
             (EOFError("connection lost"), StorageError, "memory://.*/run/x: EOFError: connection lost"),
+            (ModuleNotFoundError("No module named 'pyarrow'"), ValueError, "No module named 'pyarrow'; install what"),
+            (RefusedRequestError(401), PermissionError, "memory://.*/run/x is refused"),
+            (RefusedRequestError(503), StorageError, "memory://.*/run/x: RefusedRequestError"),
         ],
     )
     def test_what_a_filesystem_raises_is_named_in_the_protocols_words(self, storage, monkeypatch, raised, expected, words):
@@ -899,7 +910,7 @@ def test_a_service_that_minds_missing_objects_still_deletes_the_others(tmp_path)
 def test_a_server_that_is_gone_is_a_storage_error_after_the_deadline():
     options = S3Server(f"http://127.0.0.1:{free_port()}").options()
     storage = RetryingStorage(lambda: ObstoreStorage("s3://bucket", options), RetryPolicy(0.2, 0.01, 0.02))
-    with pytest.raises(StorageError, match=r"storing s3://bucket/run/x failed \d+ times"):
+    with pytest.raises(StorageError, match=r"storing s3://bucket/run/x failed \d+ times.*request: Connection refused$"):
         storage.put_bytes("run/x", b"1")
 
 
