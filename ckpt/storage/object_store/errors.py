@@ -65,8 +65,12 @@ def translate(error: Exception, where: str, *, has_answered: bool) -> Exception:
 
 def _translate_missing(error: Exception, where: str, reason: str) -> Exception:
     if is_unexplained(error):
-        return StorageError(f"{where}: something before the object store answers that nothing is there ({reason})")
+        return _not_its_answer(where, reason)
     return FileNotFoundError(f"{where} does not exist")
+
+
+def _not_its_answer(where: str, reason: str) -> StorageError:
+    return StorageError(f"{where}: something before the object store answers that nothing is there ({reason})")
 
 
 def _translate_refused(error: Exception, where: str, reason: str) -> Exception | None:
@@ -154,6 +158,8 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     if code in PASSING:
         return StorageError(f"{where}: {reason}")
+    if status == HTTPStatus.NOT_FOUND and is_unexplained(error):  # of a listing or a deletion, which is about no single object
+        return _not_its_answer(where, reason)
     if code in FULL or status == FULL_STATUS:
         return full_storage(reason, where)
     if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES:

@@ -64,8 +64,11 @@ def once(monkeypatch):
         lambda storage: storage.digest("run/x"),
         lambda storage: storage.get_range("run/x", 0, memoryview(bytearray(3))),
         lambda storage: storage.put_bytes("run/y", b"1"),
+        lambda storage: list(storage.list("run/")),
+        lambda storage: list(storage.folders("")),
+        lambda storage: storage.delete(["run/x"]),
     ],
-    ids=["get_bytes", "size", "digest", "get_range", "put_bytes"],
+    ids=["get_bytes", "size", "digest", "get_range", "put_bytes", "list", "folders", "delete"],
 )
 def test_a_gateways_404_is_no_missing_object(storage, proxy, call):
     storage.put_bytes("run/x", b"123")
