@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import obstore
 import obstore.exceptions
@@ -15,6 +16,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
+    from urllib.request import OpenerDirector
 
     from obstore.store import ObjectStore
 
@@ -79,7 +81,7 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
     not answer.
     """
     import urllib.request  # noqa: PLC0415 - a sixth of what opening a bucket imports, for few servers only
-    from http.client import HTTPException  # noqa: PLC0415 - a sixth of what opening a bucket imports, for few servers only
+    from http.client import HTTPException  # noqa: PLC0415 - likewise
 
     if not isinstance(store, (S3Store, GCSStore, AzureStore)):
         return None
@@ -89,7 +91,7 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
         return None
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + len(into) - 1}"})  # noqa: S310 - the storage's own
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310 - the storage's own
+        with _opener(*_trusted(store)).open(request, timeout=_TIMEOUT_S) as response:
             served = _SERVED.fullmatch(response.headers.get("Content-Range", ""))
             if response.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT) or served is None or int(served[1]) != start:
                 return None
@@ -97,6 +99,28 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
             return count if count <= len(into) and _fill(response, into[:count]) else None
     except (OSError, HTTPException):  # the caller's other method has retries
         return None
+
+
+def _trusted(store: "S3Store | GCSStore | AzureStore") -> tuple[str | None, bool, str | None]:
+    """Return the certificates that the store's client trusts in addition, whether it trusts any, and its proxy."""
+    http: dict[str, Any] = dict(store.client_options or {})
+    certificates = http.get("root_certificate")
+    text = certificates.decode() if isinstance(certificates, bytes) else certificates
+    return text, str(http.get("allow_invalid_certificates")).lower() == "true", http.get("proxy_url")
+
+
+@lru_cache(maxsize=8)  # reading the system's certificates takes as long as some ranges do
+def _opener(certificates: str | None, trusts_any: bool, proxy: str | None) -> "OpenerDirector":
+    import ssl  # noqa: PLC0415 - for few servers only
+    import urllib.request  # noqa: PLC0415 - likewise
+
+    context = ssl.create_default_context(cadata=certificates)
+    if certificates is not None:
+        context.load_default_certs()
+    if trusts_any:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    through = urllib.request.ProxyHandler(None if proxy is None else {"http": proxy, "https": proxy})
+    return urllib.request.build_opener(through, urllib.request.HTTPSHandler(context=context))
 
 
 def _fill(response: "HTTPResponse", into: memoryview) -> bool:

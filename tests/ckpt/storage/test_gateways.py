@@ -2,18 +2,12 @@
 
 import contextlib
 import socket
-import ssl
 import threading
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
-from ipaddress import ip_address
 from itertools import count
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from certificates import make_certificate
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
@@ -268,15 +262,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_
 @contextlib.contextmanager
 def tls_server(folder, *, is_authority):
     """Run a server of HTTPS that answers nothing, with a certificate of its own; yield its address and the certificate."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "storage")])
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
-    made = made.add_extension(x509.BasicConstraints(is_authority, None), critical=True)
-    made = made.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-    certificate = made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
-    (folder / "pem").write_bytes(certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "pem")
+    context, certificate = make_certificate(folder, is_authority=is_authority)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def refuse():
@@ -288,7 +274,7 @@ def tls_server(folder, *, is_authority):
 
         thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
-        yield f"https://127.0.0.1:{server.getsockname()[1]}", certificate.decode()
+        yield f"https://127.0.0.1:{server.getsockname()[1]}", certificate
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
 

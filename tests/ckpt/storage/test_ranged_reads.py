@@ -1,12 +1,15 @@
 """Objects read in ranges: in order, whole, in bounded memory."""
 
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import obstore
 import pytest
+from certificates import make_certificate
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
-from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order
+from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order, read_unsaid_range
+from servers import S3Server
 
 
 def read_from(data):
@@ -78,3 +81,29 @@ def test_a_range_that_a_server_cannot_read_is_cut_at_the_end_of_the_object_and_t
     with pytest.raises(StorageError, match="500"):
         storage.get_range("key", start, memoryview(bytearray(20)))
     assert requests == asked
+
+
+@pytest.mark.parametrize("trust", ["root_certificate", "allow_invalid_certificates"])
+def test_a_range_with_the_status_of_a_whole_object_is_read_from_a_server_with_a_certificate_of_its_own(tmp_path, trust):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Range", "bytes 3-6/9")
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"3456")
+
+        def log_message(self, *args):
+            pass
+
+    context, certificate = make_certificate(tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        options = S3Server(f"https://127.0.0.1:{server.server_port}").options()
+        value = certificate if trust == "root_certificate" else "true"
+        storage = ObstoreStorage("s3://bucket", {**options, trust: value})
+        into = bytearray(4)
+        assert read_unsaid_range(storage._store, "x", 3, memoryview(into)) == 4
+        server.shutdown()
+    assert into == b"3456"
