@@ -3,7 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from obstore.store import S3Store
 
 _logger = logging.getLogger(__name__)
+_told: set[str] = set()  # the prefixes for which this process has said so: a training prunes again and again
 
 
 def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
@@ -26,9 +27,16 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
     try:
         http: dict[str, Any] = dict(store.client_options or {})
         with _verify(http) as verify:
-            return _abort_below(_client(store, verify, http.get("proxy_url")), store, below, timedelta(seconds=older_than_s))
+            client = _client(store, verify, http.get("proxy_url"))
+            with suppress(client.exceptions.NoSuchUpload):  # so rclone says that a bucket has no uploads
+                return _abort_below(client, store, below, timedelta(seconds=older_than_s))
+            return 0
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
-        _logger.info("unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc)
+        level = logging.DEBUG if below in _told else logging.INFO
+        _told.add(below)
+        _logger.log(
+            level, "unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc
+        )
         return 0
 
 
@@ -39,8 +47,9 @@ def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int
         now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
         for upload in page.get("Uploads", []):
             if upload["Initiated"] <= now - age and _newest_part(client, page["Bucket"], upload) <= now - age:
-                client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
-                aborted += 1
+                with suppress(client.exceptions.NoSuchUpload):  # it was completed, or aborted by another process
+                    client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
+                    aborted += 1
     return aborted
 
 

@@ -730,6 +730,11 @@ class TestS3OnRclone(UploadsContract):
         assert "not-the-secret" not in str(caught.value)
         assert ACCESS_KEY not in str(caught.value)
 
+    def test_a_bucket_without_uploads_is_none_whose_uploads_cannot_be_aborted(self, storage, caplog):
+        with caplog.at_level("DEBUG", logger="prefect_torch.ckpt"):
+            storage.remove_interrupted("run/", older_than_s=0)
+        assert caplog.text == ""
+
 
 class TestS3OnSeaweedFS(UploadsContract):
     @pytest.fixture
@@ -753,6 +758,15 @@ class TestS3OnS3rver(S3Contract):
             list(pool.map(lambda it: [storage.put_bytes(f"m/{it}{rest}", b"") for rest in (".json", "/eval.json")], ids))
         with pytest.raises(OSError, match=r"server of s3://bucket.* loses objects .* lists m/0000\.json behind m/0000/eval"):
             list(storage.list("m/"))
+
+
+def test_that_uploads_cannot_be_aborted_is_told_once(caplog):
+    with ScriptedServer.answering(403, "<Error><Code>AccessDenied</Code></Error>") as server:
+        storage = ObstoreStorage(f"s3://bucket/{server.endpoint.rpartition(':')[2]}", server.options())
+        with caplog.at_level("INFO", logger="prefect_torch.ckpt"):
+            for _ in range(2):
+                storage.remove_interrupted("run/", older_than_s=0)
+    assert caplog.text.count("cannot be aborted, and are left to the bucket's lifecycle rule: ") == len(caplog.records) == 1
 
 
 @pytest.fixture
