@@ -2,13 +2,16 @@
 
 import logging
 import shlex
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, StorageError
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.retry import retries_ended_by
 
 from . import verification
 from .quarantine import quarantine, why_quarantined
@@ -46,6 +49,7 @@ def choose_checkpoint(
         CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them. Or if none
             has any file.
         UnsupportedFormatError: If a newer version committed the next candidate: to resume from an older one would discard it.
+        StorageError: If the storage does not answer, or cannot give a file of a checkpoint, which may be whole.
 
     """
     unreadable: dict[str, str] = {}
@@ -69,12 +73,30 @@ def choose_checkpoint(
             if on_quarantine is not None:
                 on_quarantine(listed.id, str(exc))
             return None
+        except StorageError as exc:
+            if not _answers(run):
+                raise
+            listing = shlex.join(["prefect-torch", "ls", run.storage.url, run.name])
+            raise StorageError(
+                f"checkpoint {listed.id} of run {run.name!r} cannot be read though the storage answers, and may be whole: "
+                f"{exc}; if that lasts, train under another name with resume_from='{run.name}/ID', an older one of `{listing}`"
+            ) from exc
         return manifest
 
     chosen = run.find_newest(take, oldest_attempt=lineage)
     if chosen is None:
         _refuse_if_damaged(run, lineage, unreadable)
     return chosen
+
+
+def _answers(run: Run) -> bool:
+    """Return whether the storage answers to one request at this moment."""
+    once = threading.Event()
+    once.set()
+    with suppress(StorageError, OSError), retries_ended_by(once):
+        next(run.storage.list(run.layout.attempts), None)
+        return True
+    return False
 
 
 def _without_data(run: Run, reason: str) -> CheckpointCorruptError:

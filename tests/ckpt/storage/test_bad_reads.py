@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from flipping_storage import FlippingStorage
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -15,6 +15,7 @@ from prefect_torch.ckpt.storage.protocol import StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from ranks import Attempt, folder, read_files
 from tcp_relay import TcpRelay
+from wrapped_storage import WrappedStorage
 
 LARGE = 100_000  # bytes, more than everything small together
 FILES = {"a": b"first", "b": b"second" * 1000, "c/d": b"third"}
@@ -162,3 +163,25 @@ def test_a_bucket_is_read_again_by_another_connection(rclone, tmp_path, use):
         assert proxy.flips_at is not None
         assert proxy.connections > proxy.flips_at
         assert list(storage.list(store.layout.quarantined)) == []
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_checkpoint_that_cannot_be_read_is_named_unless_the_whole_storage_is_away(store, is_away):
+    """A bad sector, or an object that the server has lost, lasts; every start would end with the same error."""
+    newest = store.list()[-1].id
+
+    class Unreadable(WrappedStorage):
+        def _do(self, verb, *args, **kwargs):
+            if f"checkpoints/{newest}" in str(args[0]) and verb != "list":
+                self.is_away = is_away
+                raise StorageError("no answer")
+            if getattr(self, "is_away", False):
+                raise StorageError("no answer")
+            return super()._do(verb, *args, **kwargs)
+
+    words = (
+        "^no answer$" if is_away else rf"^checkpoint {newest} .* may be whole: no answer; .*resume_from='run/ID'.* ls .* run`$"
+    )
+    with pytest.raises(StorageError, match=words):
+        choose_checkpoint(open_run(Unreadable(store.storage)), lineage=1, verify="digest")
+    assert [manifest.id for manifest in store.list()][-1] == newest
