@@ -9,7 +9,6 @@ import io
 import os
 import stat
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeVar, final
 
@@ -65,8 +64,13 @@ class Way:
         except FileNotFoundError:
             if not make:
                 raise
-            with suppress(FileExistsError):  # another process was faster
+            try:
                 os.mkdir(name, dir_fd=self.folder)
+            except FileExistsError:  # another process was faster
+                pass
+            except OSError as exc:
+                self._tell_inodes(exc)
+                raise
             self.sync()
             descriptor = os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=self.folder)
         self._descriptors.append(descriptor)
@@ -119,7 +123,15 @@ class Way:
             return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.folder)
         except OSError as exc:
             exc.filename = str(self.path(name))  # the call knew the last name only
+            self._tell_inodes(exc)
             raise
+
+    def _tell_inodes(self, error: OSError) -> None:
+        """Add to the error of a full filesystem that its inodes are used up, where its free bytes do not show why."""
+        if error.errno == errno.ENOSPC:
+            filesystem = os.statvfs(self.folder)
+            if filesystem.f_files and not filesystem.f_favail:  # some filesystems have no number of them
+                error.strerror = f"{error.strerror} (all inodes are used, which `df -i` shows)"
 
     def replace(self, source: str, target: str) -> None:
         """Rename a file of the last directory."""

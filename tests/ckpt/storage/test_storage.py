@@ -128,6 +128,25 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         assert [info.bytes for info in storage.list("run/")] == [1, 1, 1]
         assert asked == [tmp_path / "store/run"] * 3
 
+    @pytest.mark.parametrize("call", ["open", "mkdir"])
+    @pytest.mark.parametrize(
+        ("free", "words"), [(0, r"left on device \(all inodes are used.*df -i.*\)"), (1, "left on device:")]
+    )
+    def test_inodes_that_are_used_up_are_told(self, storage, monkeypatch, call, free, words):
+        system = getattr(os, call)
+
+        def full(path, *args, **kwargs):
+            if call == "mkdir" or args[0] & os.O_CREAT:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            return system(path, *args, **kwargs)
+
+        storage.put_bytes("run/x", b"1")
+        monkeypatch.setattr(os, call, full)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_files=70, f_favail=free))
+        with pytest.raises(OSError, match=words) as caught:
+            storage.put_bytes("run/d/x" if call == "mkdir" else "run/x", b"1")
+        assert caught.value.errno == errno.ENOSPC
+
     def test_of_files_that_do_not_fit_together_none_is_left(self, storage, tmp_path, monkeypatch):
         files = {f"run/{number}": tmp_path / str(number) for number in range(3)}
         for path in files.values():
