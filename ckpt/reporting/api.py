@@ -1,5 +1,6 @@
 """The functions that a training function calls."""
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
     from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
 _session: "RankSession | None" = None
+_pid = 0  # of the process that started the session
 
 
 def start_session(session: "RankSession | None") -> None:
     """Make `session` the session that this process reports to; None ends the current one."""
-    global _session  # noqa: PLW0603 - a rank is a process, and user code calls report() from any of its threads
-    _session = session
+    global _session, _pid
+    _session, _pid = session, os.getpid()
     set_context(None if session is None else session.context)
     spare_memory.expect_reports(expected=session is not None and session.takes_reports)
 
@@ -85,10 +87,10 @@ def report(
         SystemExit: On every rank, if termination of the training is requested: the first checkpoint after that is the last. A
             function that calls `should_checkpoint` goes on after it, to return by itself; its next checkpoint is not stored.
             Also if a sweep decides that its trial ends here; a function that catches that gets it from its next report again.
-        RuntimeError: Outside of a training function.
+        RuntimeError: Outside of a training function, or in a process that it has forked.
 
     """
-    _require_session("report").report(metrics, checkpoint, state=state, step=step, progress=progress, upload=upload)
+    _require_own_session("report").report(metrics, checkpoint, state=state, step=step, progress=progress, upload=upload)
 
 
 def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
@@ -102,10 +104,10 @@ def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None
 
     Raises:
         ValueError: If a metric or the step is invalid.
-        RuntimeError: Outside of a training function.
+        RuntimeError: Outside of a training function, or in a process that it has forked.
 
     """
-    _require_session("log_metrics").log_metrics(metrics, step)
+    _require_own_session("log_metrics").log_metrics(metrics, step)
 
 
 def checkpoint_directory() -> AbstractContextManager[Path]:
@@ -172,3 +174,14 @@ def _require_session(name: str) -> "RankSession":
             f"{name}() may be called only inside the function that prefect_torch.flows.train() runs on its ranks"
         )
     return _session
+
+
+def _require_own_session(name: str) -> "RankSession":
+    """Return the session of this process: a forked one has neither the rank's threads nor connections of its own."""
+    session = _require_session(name)
+    if os.getpid() != _pid:
+        raise RuntimeError(
+            f"{name}() was called in a process that rank {session.context.world_rank} has forked, such as a "
+            "multiprocessing.Process: hand the values to the rank itself, and call it there"
+        )
+    return session

@@ -23,6 +23,7 @@ from prefect_torch.ckpt import (
     TrainContext,
     get_checkpoint,
     get_context,
+    log_metrics,
     report,
 )
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
@@ -32,7 +33,7 @@ from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from ranks import Attempt, folder, read_files
+from ranks import Attempt, as_rank, folder, read_files
 
 
 @pytest.fixture
@@ -594,6 +595,17 @@ def test_exchanges_leave_nothing_behind(store, tmp_path, upload):
 def test_outside_of_a_training_it_says_where_it_may_be_called(name, call):
     with pytest.raises(RuntimeError, match=rf"{name}\(\) may be called only inside"):
         call()
+
+
+@pytest.mark.parametrize(("name", "call"), [("report", lambda: report({})), ("log_metrics", lambda: log_metrics({}))])
+def test_a_process_that_a_rank_has_forked_reports_nothing(store, monkeypatch, name, call):
+    attempt = Attempt(store)
+    with as_rank(attempt.session()), monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(RuntimeError, match=rf"{name}\(\) was called in a process that rank 0 has forked"):
+            call()
+        assert get_context().world_rank == 0  # as the workers of a data loader may ask
+    assert attempt.events() == []
 
 
 def bad_arguments(tmp_path):
