@@ -109,6 +109,7 @@ class ShortTracebackFlow(Flow[P, R]):
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the flow; see `prefect.Flow`."""
+            __tracebackhide__ = True  # IPython and pytest leave out the frame; Python itself shows short ones, see below
             check_not_awaited(sys._getframe(1), self.fn.__name__)  # noqa: SLF001 - inspect reads the source of each frame
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from forked_programs import run_program
 from prefect import flow
+from prefect.exceptions import ParameterBindError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect_servers import rows, wait_until
@@ -151,6 +152,12 @@ def test_a_misspelled_keyword_is_named_in_one_line(seen):
         "prefect.exceptions.ParameterBindError: train() got an unexpected keyword argument 'scalin'; "
         "it takes train_fn, config, scaling, run, checkpoint, failure, resume_from"
     )
+
+
+def test_ipython_and_pytest_leave_out_the_frame_of_this_package():
+    with pytest.raises(ParameterBindError) as caught:
+        train("my_training:train_fn", scalin=2)
+    assert [entry.path for entry in caught.traceback.filter(caught)] == [Path(__file__)]
 
 
 def test_a_second_process_group_is_said_to_be_ready(seen):
