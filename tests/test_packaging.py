@@ -1,5 +1,6 @@
 """What is built holds everything, and no server is imported; tests/wheel_check.py uses the wheel in a clean environment."""
 
+import ast
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import prefect_torch
 import pytest
 import tomllib
+from lowest_versions import lowest
 from packaging.requirements import Requirement
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 from wheel_programs import IMPORT_EVERYTHING, REFUSED, TRAIN, TRAINING
@@ -19,6 +21,13 @@ from wheel_programs import IMPORT_EVERYTHING, REFUSED, TRAIN, TRAINING
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = ["package", "ckpt", "tasks", "flows", "deployments"]
+# Before another name joins: `python -c "from pydantic import NAME"` with that version.
+OF_PYDANTIC_2_10_1 = {
+    *("BaseModel", "BeforeValidator", "ConfigDict", "Field", "FiniteFloat", "GetJsonSchemaHandler", "HttpUrl", "InstanceOf"),
+    *("PlainSerializer", "SecretStr", "SerializeAsAny", "SerializerFunctionWrapHandler", "ValidationError"),
+    *("ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator", "field_validator"),
+    *("model_serializer", "model_validator"),
+}
 SOURCES = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -29,6 +38,14 @@ def test_every_folder_of_modules_is_a_listed_package():
     assert packages == {str(folder): _package(folder) for folder in {source.parent for source in SOURCES}}
     assert sorted(setuptools["packages"]) == sorted(packages.values())
     assert all((ROOT / folder / "__init__.py").exists() for folder in packages)
+
+
+def test_what_pydantic_itself_gives_is_in_its_lowest_version():
+    """Later versions give more names; those that 2.10.1 has elsewhere are imported from there."""
+    trees = [ast.parse((ROOT / source).read_text()) for source in SOURCES]
+    imports = [it for tree in trees for it in ast.walk(tree) if isinstance(it, ast.ImportFrom) and it.module == "pydantic"]
+    assert "pydantic==2.10.1" in lowest(PYPROJECT["project"]["dependencies"])
+    assert {alias.name for it in imports for alias in it.names} <= OF_PYDANTIC_2_10_1
 
 
 def _package(folder: Path) -> str:

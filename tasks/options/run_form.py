@@ -8,12 +8,12 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    ModelWrapValidatorHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler  # of pydantic itself from 2.12 on only
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
 
