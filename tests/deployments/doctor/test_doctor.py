@@ -72,6 +72,7 @@ def test_what_the_doctor_finds_wrong_ends_with_1_and_says_what_to_do(command, tm
     code, out, _ = command("doctor", tmp_path / "file")
     assert code == 1
     assert re.search(r"^wrong +storage +.*/file does not write: .* -> let this user write there", out, re.MULTILINE)
+    assert re.search(r"^ok +temporary files +/", out, re.MULTILINE)  # the longest name of a check
 
 
 def test_the_doctor_does_not_repeat_a_password(command):
