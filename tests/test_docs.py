@@ -153,6 +153,21 @@ def test_names_and_arguments_exist(code):
             _check_call(node, names)
 
 
+def test_the_training_of_readme_gets_the_config_that_it_reads():
+    """A block that is copied beside that `my_training.py` trains."""
+    read = set(re.findall(r'config\["(\w+)"\]', (ROOT / "README.md").read_text()))
+    calls = [
+        ast.unparse(node)
+        for block in BLOCKS
+        for node in ast.walk(ast.parse(str(block.values[0])))
+        if isinstance(node, ast.Call) and "my_training:train_fn" in [getattr(it, "value", None) for it in node.args]
+    ]
+    assert len(calls) > 10
+    assert read == {"epochs", "lr"}
+    others = [call for call in calls if not call.startswith("sweep(") and "config=config" not in call]  # a space, a variable
+    assert [call for call in others if not all(f"'{name}'" in call for name in read)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "how-to/from-ray-train.md"])
 def test_what_prose_calls_exists(page):
     for code in re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`]*\))`", PAGES[page]):
