@@ -3,6 +3,7 @@
 import atexit
 import importlib
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -10,14 +11,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from contextvars import copy_context
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import requires, version
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import prefect
 from packaging.requirements import Requirement
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -86,6 +89,7 @@ if not os.read(0, 1):
         os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
 _POLL_S = 1.0
+_MIGRATIONS = "server/database/_migrations/versions/sqlite"  # of Prefect: a file for each revision
 _STARTUP_TIMEOUT_S = 60
 _MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
 _RESTART_PERIOD_S = 600.0
@@ -182,6 +186,27 @@ def unusable_home() -> tuple[str, str] | None:
     return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
 
 
+def newer_database() -> tuple[str, str] | None:
+    """Return that a newer Prefect has used the database in Prefect's home directory, and the advice; None if none has.
+
+    Environments of one user share that directory. What Prefect has no revision of, it cannot migrate.
+    """
+    settings = get_current_settings()
+    database, url = settings.home.absolute() / "prefect.db", settings.server.database.connection_url
+    if url is None or not url.get_secret_value().endswith(str(database)):
+        return None
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            found = [str(row[0]) for row in connection.execute("SELECT version_num FROM alembic_version")]
+    except sqlite3.Error:  # there is none yet
+        return None
+    migrations = [path.read_text() for path in (Path(prefect.__file__).parent / _MIGRATIONS).glob("*.py")]
+    if not migrations or all(any(revision in source for source in migrations) for revision in found):
+        return None
+    why = f"{database} was used by a newer Prefect than {version('prefect')}, whose server cannot read it any longer"
+    return why, "set PREFECT_HOME to another directory in this environment, upgrade prefect, or set PREFECT_API_URL"
+
+
 def _embedded_servers() -> "set[SubprocessASGIServer]":
     module = sys.modules.get(_SERVER_MODULE)
     return set() if module is None else set(module.SubprocessASGIServer._instances.values())  # noqa: SLF001 - Prefect offers no other way
@@ -198,6 +223,8 @@ def _tie_from_the_start(module: ModuleType) -> None:
 def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
     if (why := unusable_home()) is not None:  # else Prefect starts it again and again, with 200 lines of traceback each time
         raise PermissionError(": ".join(why))
+    if (why := newer_database()) is not None:  # same
+        raise RuntimeError(": ".join(why))
     python, _, *module = args  # python -m uvicorn ...
     lifeline, own_end = os.pipe()
     try:

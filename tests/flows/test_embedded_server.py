@@ -1,7 +1,9 @@
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 from prefect import flow
@@ -15,7 +17,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_torch.flows.prefect_api import embedded_server
-from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
+from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, newer_database, unusable_home
 from prefect_torch.flows.prefect_api.settings import using
 from prefect_torch.flows.short_tracebacks import short_tracebacks
 
@@ -44,6 +46,22 @@ def test_no_server_is_started_that_could_not_keep_its_database(tmp_path):
                     _start_tied([sys.executable, "-m", "nothing"], {})
             with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://host/prefect"}):
                 assert unusable_home() is None
+
+
+def test_no_server_is_started_on_the_database_of_a_newer_prefect(tmp_path):
+    for revision, is_usable in ((None, True), ("9725c1cbee35", True), ("fffffffffff0", False)):  # its first one
+        if revision is not None:
+            with closing(sqlite3.connect(tmp_path / "prefect.db")) as connection, connection:
+                connection.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num)")
+                connection.execute("DELETE FROM alembic_version")
+                connection.execute("INSERT INTO alembic_version VALUES (?)", [revision])
+        with temporary_settings({PREFECT_HOME: tmp_path}):
+            assert (newer_database() is None) == is_usable, revision
+            if not is_usable:
+                with pytest.raises(RuntimeError, match=r"/prefect.db was used by a newer Prefect than .*: set PREFECT_HOME"):
+                    _start_tied([sys.executable, "-m", "nothing"], {})
+            with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://host/prefect"}):
+                assert newer_database() is None
 
 
 def test_a_service_of_the_server_that_fails_and_is_tried_again_is_one_line(tmp_path, capfd):

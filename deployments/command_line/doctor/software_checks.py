@@ -82,13 +82,13 @@ def check_api() -> Iterator[Finding]:
     """Query Prefect's API, which needs its database and credentials, and check whether its restart would end flow runs."""
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.flows.prefect_api.embedded_server import unusable_home  # noqa: PLC0415 - same
+    from prefect_torch.flows.prefect_api.embedded_server import newer_database, unusable_home  # noqa: PLC0415 - same
 
     url = _api_url()
     if url is None:
         if not get_current_settings().server.ephemeral.enabled:
             yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
-        elif (why := unusable_home()) is not None:
+        elif (why := unusable_home() or newer_database()) is not None:
             yield Finding("prefect api", "wrong", *why)
         else:
             yield Finding("prefect api", "ok", "no PREFECT_API_URL: each flow starts its own server for its duration")
