@@ -6,6 +6,7 @@ from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WrapV
 from pydantic_core import PydanticCustomError
 
 _TWO = 2
+_MOST = 65_536  # each is described in memory before anything starts
 
 
 def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[int, int]:
@@ -24,4 +25,4 @@ if TYPE_CHECKING:
     Ranks = int | tuple[int, int]
 else:
     # Not a union, whose errors and forms would name the choices; one number is what most users give.
-    Ranks = Annotated[int, Field(ge=1), WrapValidator(_check), PlainSerializer(lambda value: value)]
+    Ranks = Annotated[int, Field(ge=1, le=_MOST), WrapValidator(_check), PlainSerializer(lambda value: value)]

@@ -1,7 +1,9 @@
 """A rank on this machine: its process, the record of its collectives, and what it leaves."""
 
+import errno
 import os
 import pickle
+import resource
 from collections.abc import Iterator
 
 import cloudpickle
@@ -16,6 +18,9 @@ from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
 from .process import ProcessExit, RankProcess
 from .rank_exit import result_left, result_of_exit
 from .secret_variables import SECRETS_OF_PREFECT
+
+# Trainings of two ranks need 36 to 48, on S3; with fewer, what needs one more may wait for it for ever.
+_FEWEST_FILES = 64
 
 
 class LocalRank:
@@ -72,7 +77,15 @@ def prepare_ranks(num_ranks: int) -> None:
     Args:
         num_ranks: How many ranks this machine will have.
 
+    Raises:
+        OSError: If this process may have so few files open that a training would stand still.
+
     """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
+        raise OSError(
+            errno.EMFILE, f"this process may have {soft} files and sockets open, too few for a training: ulimit -n 1024"
+        )
     if TorchSettings().fork_ranks:
         FORK_SERVERS.find(default_threads(num_ranks) | dict(os.environ))
 

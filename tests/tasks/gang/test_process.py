@@ -3,17 +3,19 @@ import gc
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
 import psutil
 import pytest
 from prefect_torch.tasks.gang.processes import process as process_module
-from prefect_torch.tasks.gang.processes.local_rank import rank_result
+from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks, rank_result
 from prefect_torch.tasks.gang.processes.process import ProcessExit, RankProcess
 from prefect_torch.tasks.rank.spec import RankResult
 from prefect_torch.tasks.rank.starting import guard
@@ -35,6 +37,14 @@ def test_lines_of_both_streams_come_in_order_with_the_ending():
     lines, ending = run("import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
     assert lines == ["one", "two"]
     assert (ending.returncode, ending.message) == (3, b"")
+
+
+@pytest.mark.parametrize("soft", [63, 64, resource.RLIM_INFINITY])
+def test_with_too_few_descriptors_no_training_starts(monkeypatch, soft):
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    with pytest.raises(OSError, match="may have 63 files and sockets open") if soft == 63 else nullcontext():
+        prepare_ranks(2)
 
 
 def test_stdin_and_the_result_pipe_carry_any_amount():
