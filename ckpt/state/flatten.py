@@ -22,7 +22,7 @@ from .parameters import (
 )
 from .plan import Step, TensorShard, path_name
 from .rank_local import RankLocal
-from .tensors import DTYPE_NAMES, is_dtensor, local_part, storable
+from .tensors import DTYPE_NAMES, has_own_operations, is_dtensor, local_part, storable, what_wraps
 
 _PLAIN = {type(None), bool, int, float, str}
 SMALL_BYTES = 64 * 2**10
@@ -245,6 +245,11 @@ class Describer:
         if part is None:
             return None
         offsets, local = part
+        if type(local) is not torch.Tensor and has_own_operations(local):
+            raise ValueError(
+                f"{leaf.name!r} in the state is a DTensor whose part on a rank is {what_wraps(local)}: report a directory that "
+                "torch.distributed.checkpoint wrote"
+            )
         dtype, shape, sizes = DTYPE_NAMES[local.dtype], value.shape, local.shape
         described = (leaf.path, dtype, shape, offsets, sizes, leaf.by_first)
         if known is None or (known.path, known.dtype, known.shape, known.offsets, known.sizes, known.by_first) != described:

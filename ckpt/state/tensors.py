@@ -36,8 +36,7 @@ def _check_unusual(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"the tensor {name!r} is {what}, which cannot be stored: make it a dense tensor")
     if has_own_operations(value) and not is_dtensor(value):
         raise ValueError(
-            f"the tensor {name!r} is a {type(value).__name__}, which wraps others: store those, or report a directory with a "
-            "file of torch.save"
+            f"the tensor {name!r} is {what_wraps(value)}: store those, or report a directory with a file of torch.save"
         )
     if value.dtype not in DTYPE_NAMES:
         raise ValueError(f"the tensor {name!r} is {value.dtype}, which cannot be stored: view it as uint8")
@@ -46,6 +45,11 @@ def _check_unusual(name: str, value: torch.Tensor) -> None:
 def has_own_operations(value: torch.Tensor) -> bool:
     """Return whether a tensor's class replaces torch's operations: such a class usually wraps tensors and has no other data."""
     return next(kind for kind in type(value).__mro__ if "__torch_dispatch__" in vars(kind)) is not torch.Tensor
+
+
+def what_wraps(value: torch.Tensor) -> str:
+    """Return what a tensor is that has operations of its own."""
+    return f"a {type(value).__name__}, which wraps others"
 
 
 def why_unstorable(value: torch.Tensor) -> str | None:
@@ -77,7 +81,7 @@ class Place(NamedTuple):
     """Where this rank's part of a tensor lies in memory.
 
     Attributes:
-        storage: The address of its storage; 0 if it has none.
+        storage: The address of its storage; 0 if it has none, as a tensor that wraps others.
         start: The address of its first element.
         stop: The address behind its last element, equal to `start` if it has none.
 
@@ -91,6 +95,8 @@ class Place(NamedTuple):
 def place_of(value: torch.Tensor) -> Place:
     """Return where this rank's part of a tensor lies."""
     local = local_tensor(value)
+    if has_own_operations(local):
+        return Place(0, 0, 0)
     storage, item_bytes = local.untyped_storage().data_ptr(), local.element_size()
     start = storage + int(local.storage_offset()) * item_bytes
     if storage == 0 or local.numel() == 0:

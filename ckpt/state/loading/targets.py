@@ -15,6 +15,7 @@ from prefect_torch.ckpt.state.tensors import (
     local_part,
     local_tensor,
     place_of,
+    what_wraps,
     why_unstorable,
 )
 
@@ -58,19 +59,27 @@ def why_unwritable(target: torch.Tensor) -> str | None:
     """Return the reason why no data can be read into `target`; None if they can."""
     if (what := why_unstorable(target)) is not None:
         return what
-    if has_own_operations(target):
-        if not is_dtensor(target):
-            return f"a {type(target).__name__}, which wraps others"
-        try:
-            local_part(target)
-        except ValueError as exc:
-            return str(exc)
+    if has_own_operations(target) and (what := _why_no_memory(target)) is not None:
+        return what
     if target.is_conj() or target.is_neg():
         return "a view that conjugates or negates"
     is_empty = target.numel() == 0  # NumPy gives such an array strides of 0
     if not is_empty and any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         return "expanded, so that its elements share memory"
     return "a view whose elements share memory" if _overlaps(target) else None
+
+
+def _why_no_memory(target: torch.Tensor) -> str | None:
+    """Return the reason why a tensor with operations of its own has no memory to fill on this rank; None if it has."""
+    if not is_dtensor(target):
+        return what_wraps(target)
+    try:
+        part = local_part(target)
+    except ValueError as exc:
+        return str(exc)
+    if part is None or not has_own_operations(part[1]):
+        return None
+    return f"a DTensor whose part on this rank is {what_wraps(part[1])}"
 
 
 def _overlaps(target: torch.Tensor) -> bool:

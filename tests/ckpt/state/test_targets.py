@@ -235,6 +235,19 @@ def test_a_dtensor_whose_part_on_a_rank_is_no_box_of_it_is_refused(store, placem
             checkpoint.load_state({"it": tensor}, rank=0, world_size=1)
 
 
+def test_a_dtensor_of_tensors_that_wrap_others_is_refused(store):
+    what = "is a DTensor whose part on (a|this) rank is a TwoTensor, which wraps others"
+    checkpoint = stored(store, {"layer": torch.nn.Linear(8, 8, bias=False)})
+    with one_of(4, rank=1):
+        part = TwoTensor(torch.zeros(2, 8), torch.zeros(2, 8))  # as the float8 weights of torchao in FSDP2
+        layer = torch.nn.Linear(8, 8, bias=False, device="meta")
+        layer.weight = torch.nn.Parameter(DTensor.from_local(part, DeviceMesh("cpu", range(4)), [Shard(0)], run_check=False))
+        with pytest.raises(ValueError, match=f"'layer.weight' in the state {what}: report a directory"):
+            Attempt(store).session().report({}, state={"layer": layer})
+        with pytest.raises(StateMismatchError, match=f"'layer.weight' is to be loaded into a tensor that {what}"):
+            checkpoint.load_state({"layer": layer}, rank=0, world_size=1)
+
+
 def test_the_groups_of_an_optimizer_are_read_at_once(store):
     def make():
         model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(20)))
