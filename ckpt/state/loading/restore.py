@@ -16,7 +16,8 @@ from prefect_torch.ckpt.state.parameters import ParameterNames, clean_names, is_
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
-from prefect_torch.ckpt.state.tensors import Place, place_of
+from prefect_torch.ckpt.state.staging.device_copies import bytes_of
+from prefect_torch.ckpt.state.tensors import Place, local_tensor, place_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
@@ -241,12 +242,38 @@ def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[
 def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Callable[[], None]:
     def load() -> None:
         try:
-            module.load_state_dict(state)
+            if type(module).load_state_dict is torch.nn.Module.load_state_dict:
+                _load_module(module, state)
+            else:
+                module.load_state_dict(state)
         except RuntimeError as exc:  # as of a buffer that only the module itself could have given another size
             what = f"{path_name(path)!r} does not take what is stored, and may be loaded by half"
             raise StateMismatchError(f"{what}: {exc}") from exc
 
     return load
+
+
+def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what is in a module's own `state_dict()`, of which it need not take what has been read into place already.
+
+    Some modules give names that they do not take, as bitsandbytes does for what belongs to 4-bit weights.
+
+    Raises:
+        RuntimeError: As load_state_dict raises it, or for names that the module does not take and has other values of.
+
+    """
+    found = module.load_state_dict(state, strict=False)
+    now = module.state_dict() if found.unexpected_keys else {}
+    other = [name for name in found.unexpected_keys if not _is_same(state[name], now[name])]
+    if other or found.missing_keys:
+        raise RuntimeError(f"it does not take {', '.join([*other, *found.missing_keys])}")
+
+
+def _is_same(stored: Any, now: Any) -> bool:
+    if not isinstance(stored, torch.Tensor) or not isinstance(now, torch.Tensor):
+        return bool(type(stored) is type(now) and stored == now)
+    one, other = local_tensor(stored), local_tensor(now)
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bytes_of(one), bytes_of(other))
 
 
 def _calls(function: Callable[[Any], object], argument: Any) -> Callable[[], None]:

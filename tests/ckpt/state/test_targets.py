@@ -150,6 +150,30 @@ def test_a_module_with_code_of_its_own_for_loading_has_it_called(store, wrap, ki
     assert kind is torch.nn.Linear or torch.equal(module.twice, 2 * module.weight)
 
 
+class GivesMore(torch.nn.Linear):
+    """Gives what belongs to its weight and does not take it, as the 4-bit layers of bitsandbytes."""
+
+    def __init__(self, kind):
+        super().__init__(2, 2)
+        self.scale, self.kind = torch.zeros(3), kind
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = self.scale
+        destination[f"{prefix}weight.kind"] = torch.tensor([self.kind])
+
+
+def test_a_module_need_not_take_what_it_gives_and_has(store):
+    reported, fresh, other = GivesMore(1), GivesMore(1), GivesMore(2)
+    reported.scale += 1
+    checkpoint = stored(store, {"m": torch.nn.Sequential(reported)})
+    checkpoint.load_state({"m": torch.nn.Sequential(fresh)})
+    assert torch.equal(fresh.weight, reported.weight)
+    assert torch.equal(fresh.scale, reported.scale)
+    with pytest.raises(StateMismatchError, match=r"'m' does not take what is stored.*it does not take 0\.weight\.kind$"):
+        checkpoint.load_state({"m": torch.nn.Sequential(other)})
+
+
 class Resizing(torch.nn.Module):
     """A module whose buffer gets the size that is stored, like torch's FakeQuantize."""
 
