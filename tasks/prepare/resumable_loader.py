@@ -125,14 +125,15 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_epoch=0, _is_restored=False)
+        vars(self).update(_epoch=0, _restored=None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
-        if vars(self)["_is_restored"]:
-            vars(self)["_is_restored"] = False
+        if (restored := vars(self)["_restored"]) is not None:
+            vars(self)["_restored"] = None
             with generators_kept():  # data without random access are read up to the position again, with draws
                 self._own_state()
+            _count_once(self._wrapped(), restored)
         return self._followed(super().__iter__())
 
     @property
@@ -149,8 +150,9 @@ class OwnPositionDataLoader(PreparedDataLoader):
         """Let the next iteration start where the state of the loader was taken."""
         loader: Any = self._wrapped()
         own = state_dict["loader"]
-        loader.load_state_dict(own.value if isinstance(own, RankLocal) else own)
-        vars(self).update(_epoch=state_dict["epoch"], _is_restored=True)
+        own = own.value if isinstance(own, RankLocal) else own
+        loader.load_state_dict(own)
+        vars(self).update(_epoch=state_dict["epoch"], _restored=own)
         self.set_epoch(state_dict["epoch"])
 
     def _own_state(self) -> Any:
@@ -163,6 +165,25 @@ class OwnPositionDataLoader(PreparedDataLoader):
         epoch = vars(self)["_epoch"] = self.epoch if sampler is None else sampler.epoch
         yield from batches
         vars(self)["_epoch"] = epoch + 1
+
+
+def _count_once(loader: Any, restored: Any) -> None:
+    """Correct the position of a loader of torchdata 0.11 that has read data without a state up to the `restored` position.
+
+    It begins with the stored number of batches and counts those that it skips again; the next resume would leave out as many.
+    """
+    iterator: Any = getattr(loader, "_iterator", None)
+    if not isinstance(restored, Mapping) or not hasattr(iterator, "_num_yielded"):
+        return
+    of_workers = restored.get("_snapshot")
+    if of_workers is None:
+        stored = restored.get("_num_yielded", iterator._num_yielded)  # noqa: SLF001 - torchdata gives no access to it
+    else:
+        stored = of_workers["_snapshot_step"] + restored["_steps_since_snapshot"]
+    if (twice := iterator._num_yielded - stored) > 0:  # noqa: SLF001 - as above
+        iterator._num_yielded -= twice  # noqa: SLF001 - as above
+        if of_workers is not None:
+            iterator._snapshot["_snapshot_step"] -= twice  # noqa: SLF001 - as above
 
 
 class _Iteration:

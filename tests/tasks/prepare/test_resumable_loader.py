@@ -350,6 +350,27 @@ def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as
     assert [batch.tolist() for batch in resumed] == rest
 
 
+class Unpositioned(IterableDataset):
+    """Cannot go to a position."""
+
+    def __iter__(self):
+        return iter(range(16))
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+def test_a_stream_without_a_position_continues_where_it_was_after_each_restart(workers):
+    used, state = [], None
+    for _ in range(3):
+        loader = prepare_data_loader(
+            stateful(Unpositioned(), batch_size=2, **workers), add_distributed_sampler=False, resumable=True
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        used += take(loader, 2)
+        state = loader.state_dict()
+    assert used == list(range(12))
+
+
 def test_a_loader_with_a_sampler_of_its_own_continues_in_the_order_of_that_epoch():
     def prepared():
         sampler = DistributedSampler(range(24), 2, 1, shuffle=True)
