@@ -107,6 +107,9 @@ SLOW = {
     "test_state_benchmark.py",
 }
 
+# With more threads than cores, one that waits for another must not keep it from its core.
+NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out tests that start servers or many processes")
@@ -124,6 +127,7 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
     With --quick they start no programs, and import little more than half of it.
     """
+    os.environ.update(NO_SPINNING)
     if not config.getoption("--quick"):
         subprocess.Popen = forked_programs.Popen
         forked_programs.program_server()  # its imports go on meanwhile

@@ -100,6 +100,7 @@ def _prepare_and_serve(control: socket.socket) -> dict | None:
     _point_at_nothing(0)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # programs that live for seconds: else a tenth of their time goes into looking for garbage
     _have_huge_pages()
     control.sendall(b"r")
     return _serve(control)
