@@ -77,6 +77,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for kind in (signal.SIGINT, *_IGNORED):
         signal.signal(kind, signal.SIG_IGN)  # it is in the session of its programs
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # multiprocessing blocks some where it starts a process
     wanted = _prepare_and_serve(control)
     if wanted is None:
         os._exit(0)  # to take down the modules takes half a second

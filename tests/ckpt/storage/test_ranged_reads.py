@@ -8,7 +8,7 @@ import pytest
 from certificates import make_certificate
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
-from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order, read_unsaid_range
+from prefect_torch.ckpt.storage.object_store.ranged_reads import RANGE_BYTES, read_in_order, read_range_with_status_200
 from servers import S3Server
 
 
@@ -104,6 +104,6 @@ def test_a_range_with_the_status_of_a_whole_object_is_read_from_a_server_with_a_
         value = certificate if trust == "root_certificate" else "true"
         storage = ObstoreStorage("s3://bucket", {**options, trust: value})
         into = bytearray(4)
-        assert read_unsaid_range(storage._store, "x", 3, memoryview(into)) == 4
+        assert read_range_with_status_200(storage._store, "x", 3, memoryview(into)) == 4
         server.shutdown()
     assert into == b"3456"

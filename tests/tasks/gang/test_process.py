@@ -189,11 +189,11 @@ def test_a_result_that_a_kill_has_cut_short_is_none(returncode, raises):
 def test_a_process_that_cannot_be_started_leaves_no_descriptor():
     too_large = {**os.environ, "BIG": "x" * 200_000}  # MAX_ARG_STRLEN is 128 KiB
     gc.collect()  # else the descriptors of other tests' garbage are closed meanwhile
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = set(Path("/proc/self/fd").iterdir())
     for _ in range(3):
         with pytest.raises(OSError, match="Argument list too long"):
             RankProcess([sys.executable, "-c", ""], too_large, b"")
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert set(Path("/proc/self/fd").iterdir()) <= before  # a thread of another test may have closed one
 
 
 def test_a_child_that_outlives_a_killed_guard_does_not_keep_the_supervisor_waiting():
