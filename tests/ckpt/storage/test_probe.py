@@ -13,6 +13,8 @@ from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from servers import S3Server, free_port
 
+PATIENCE_S = 30.0  # SeaweedFS makes a volume for the first object of a bucket
+
 
 def at(server, bucket, deadline_s=0.0):
     return open_storage(StorageSpec(f"s3://{bucket}/below", server.options(), RetryPolicy(deadline_s, 0.01, 0.01)))
@@ -25,7 +27,7 @@ def storage(request, tmp_path):
     if request.param == "memory":
         return open_storage(f"memory://{tmp_path}")
     server = request.getfixturevalue(request.param)
-    return at(server, server.new_bucket())
+    return at(server, server.new_bucket(), PATIENCE_S)
 
 
 def test_a_good_storage_is_tried_in_five_steps_and_keeps_nothing(storage):
@@ -39,7 +41,7 @@ def test_a_good_storage_is_tried_in_five_steps_and_keeps_nothing(storage):
 @pytest.mark.parametrize("server", ["moto", "seaweedfs", "s3rver"])
 def test_how_a_server_lists_is_told(server, request):
     server, order = request.getfixturevalue(server), "keys" if server == "moto" else "folders"
-    assert probe_storage(at(server, server.new_bucket())).order == order
+    assert probe_storage(at(server, server.new_bucket(), PATIENCE_S)).order == order
 
 
 def test_a_storage_that_lists_in_no_order_will_do(tmp_path):
