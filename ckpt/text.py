@@ -1,5 +1,6 @@
 """Sizes, ages, names and times as text, for a terminal, a page, an error or a record."""
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
@@ -47,6 +48,11 @@ def clip(text: str, most: int = 10_000) -> str:
 def encodable(text: str) -> str:
     """Return `text` with its lone surrogates escaped, such as half an emoji: UTF-8, logs and databases have none."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def without_login(text: str) -> str:
+    """Return a text without the users and passwords in its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def utc_now() -> str:

@@ -1,17 +1,16 @@
 """Numbers, durations, times, links and foreign text as pages and the terminal show them."""
 
-import re
 from datetime import datetime, timezone
 from textwrap import wrap
 from uuid import UUID
 
 from prefect.utilities.urls import url_for
 from prefect_torch.ckpt.runs.metrics import MetricValue
+from prefect_torch.ckpt.text import without_login
 
 _SHORT = 160
 _CODE_WIDTH = 64  # what a block of code shows in a window of 1280 pixels, between the UI's two sidebars
 _MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})
-_LOGIN = re.compile(r"//[^/@\s]*@")
 _MARKUP_OF_LINKS = str.maketrans({character: f"\\{character}" for character in r"\`[]<|"})
 
 
@@ -85,4 +84,4 @@ def link_text(text: str) -> str:
 def page_url(kind: str, run_id: UUID) -> str:
     """Return the URL of a run's page, without a login, relative to the server that shows it if PREFECT_UI_URL is unknown."""
     url = url_for(kind, run_id)
-    return _LOGIN.sub("//", url) if url else f"/runs/{kind}/{run_id}"
+    return without_login(url) if url else f"/runs/{kind}/{run_id}"

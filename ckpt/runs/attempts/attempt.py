@@ -22,10 +22,7 @@ Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "canc
 EndState: TypeAlias = Ending | Literal["suspended", "yielded"]
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 _RANK = re.compile(r"[0-9]{1,9}")
-_INTERRUPTIONS: dict[str, EndState] = {
-    "suspended": "suspended",
-    "gave way": "yielded",
-}  # by the error's first words
+_INTERRUPTIONS: dict[str, EndState] = {"suspended": "suspended", "gave way": "yielded"}  # by the error's first words
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,9 +261,8 @@ class FsspecStorage:
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
             text = f"{type(exc).__name__}: {exc}"
-            status = getattr(
-                getattr(exc, "response", exc), "status_code", None
-            )  # of WebDAV's HTTPError, and of HTTP clients' own
+            # Of WebDAV's HTTPError, and of HTTP clients' own.
+            status = getattr(getattr(exc, "response", exc), "status_code", None)
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
                 raise full_storage(text, where) from exc
             if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
+from prefect_torch.ckpt.text import without_login
 
 from .findings import Finding, Status
 
@@ -101,7 +102,7 @@ def check_api() -> Iterator[Finding]:
         advice = (
             "start it (prefect server start), correct PREFECT_API_URL, or log in (PREFECT_API_AUTH_STRING, prefect cloud login)"
         )
-        yield Finding("prefect api", "wrong", _without_login(f"{url}: {type(exc).__name__}: {exc}"), advice)
+        yield Finding("prefect api", "wrong", without_login(f"{url}: {type(exc).__name__}: {exc}"), advice)
     else:
         yield Finding("prefect api", "ok", f"{url} answers")
         yield from limits
@@ -123,12 +124,7 @@ def _api_url() -> str | None:
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
 
     url = get_current_settings().api.url
-    return None if url is None else _without_login(url)
-
-
-def _without_login(text: str) -> str:
-    """Return a text without the users and passwords in its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
+    return None if url is None else without_login(url)
 
 
 def _parts(text: str) -> tuple[int, ...]:
