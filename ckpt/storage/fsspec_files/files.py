@@ -1,6 +1,7 @@
 """File operations that fsspec leaves to each filesystem: judged by a filesystem's behaviour, never by its name."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -28,7 +29,8 @@ _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryErr
 def with_limited_waits(fs: FileSystem) -> FileSystem:
     """Return `fs`; a connection of paramiko's shows the server that it lives, and is closed once the server is silent for long.
 
-    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and goes on with it.
+    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and goes on with it. It is
+    closed with `fs`, too: its thread, and two processes of the server, would live as long as this process.
     """
     channel = fs.ftp.get_channel() if hasattr(getattr(fs, "ftp", None), "get_channel") else None
     if channel is not None:
@@ -47,6 +49,7 @@ def with_limited_waits(fs: FileSystem) -> FileSystem:
         transport.set_keepalive(_KEEPALIVE_S)
         channel.settimeout(_LONGEST_SILENCE_S)
         channel.recv, channel.send = closing_when_silent(channel.recv), closing_when_silent(channel.send)
+        weakref.finalize(fs, transport.close).atexit = False
     return fs
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import socket
@@ -568,6 +569,17 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
             storage.get_bytes("run/x")
         assert classify(caught.value) == "transient"
         assert storage.get_bytes("run/x") == b"1"
+
+    def test_connections_are_closed_with_the_storage(self, sshd, tmp_path):
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", sshd.options())
+        storage.put_bytes("run/x", b"1")
+        (connection,) = storage._connections._idle
+        transport = connection.client.get_transport()
+        assert transport.is_alive()
+        del storage, connection
+        gc.collect()
+        transport.join(30)
+        assert not transport.is_alive()
 
     def test_no_server_may_be_there_later(self, sshd, tmp_path):
         options = {**sshd.options(), "port": free_port()}
