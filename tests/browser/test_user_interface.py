@@ -46,7 +46,8 @@ class Stack:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.storage = folder / "checkpoints"
-        self.server = PrefectServer(folder / "home", with_ui=True)
+        # All deployments are scheduled as often as those just changed, of which a slow machine may miss one.
+        self.server = PrefectServer(folder / "home", with_ui=True, PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="5")
         self._worker: Popen[bytes] | None = None
 
     def start(self) -> None:
