@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_distinct
 from prefect_torch.ckpt.storage.protocol import Transfer
-from prefect_torch.ckpt.storage.sizes import find_other_size
+from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
 from prefect_torch.ckpt.text import utc_now
 
 from .background import BackgroundCommits
@@ -119,9 +119,9 @@ def belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
-    Costs a put per file and one for the manifest, one listing for the fence, in a bucket one of the files, and two exchanges
-    between the ranks. An error on any rank is raised on all of them, and then there is no checkpoint. When the storage is
-    full, garbage is removed from it and the commit is tried once more.
+    Costs a put per file and one for the manifest, one listing for the fence, in a bucket one of the files and one request for
+    the manifest's size, and two exchanges between the ranks. An error on any rank is raised on all of them, and then there is
+    no checkpoint. When the storage is full, garbage is removed from it and the commit is tried once more.
 
     Raises:
         CommitFailedError: If a rank could not store its part, or is lost.
@@ -189,11 +189,14 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
     for first, second in alike(entry.path for entry in files):
         check_distinct(run, staged.checkpoint_id, first, second)
-    _check_stored(run, staged.checkpoint_id, files)
+    attempt, key = attempt_of(staged.checkpoint_id), run.layout.manifest(staged.checkpoint_id)
+    has_to_be_asked = run.storage.local_path(key) is None  # a local file is compared before it gets its name
+    if has_to_be_asked:
+        _check_stored(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,
-        attempt=attempt_of(staged.checkpoint_id),
+        attempt=attempt,
         metrics=staged.report.metrics,
         files=files,
         world_size=len(parts),
@@ -202,32 +205,37 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
         metadata=staged.agreement.metadata,
         timings=_timings(staged, parts, all_stored_s),
     )
-    check_fence(run, manifest.attempt)
-    run.storage.put_bytes(run.layout.manifest(manifest.id), manifest.encode())  # last: this is the commit
+    data = manifest.encode()
+    check_fence(run, attempt)
+    run.storage.put_bytes(key, data)  # last: this is the commit
+    if has_to_be_asked and (found := find_size(run.storage, key)) != len(data):
+        raise _lost_write(run, attempt, key, len(data), found)
     return manifest
 
 
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
     """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
 
-    A local file is compared before it gets its name.
-
     Raises:
         CommitFailedError: If a file is missing, or of another size.
         FencedError: If that is since a newer attempt owns the run, or the run was deleted.
 
     """
-    if not files or run.storage.local_path(run.layout.run) is not None:
+    if not files:
         return
     expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
     other = find_other_size(run.storage, run.layout.data(checkpoint_id), expected)
     if other is not None:
         key, found = other
-        check_fence(run, attempt_of(checkpoint_id))
-        raise CommitFailedError(
-            f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
-            f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
-        )
+        raise _lost_write(run, attempt_of(checkpoint_id), key, expected[key], found)
+
+
+def _lost_write(run: Run, attempt: int, key: str, expected: int, found: int | None) -> CommitFailedError:
+    check_fence(run, attempt)
+    return CommitFailedError(
+        f"{run.storage.url} has acknowledged {expected} bytes of {key}, and has "
+        f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
+    )
 
 
 def _store_index(run: Run, checkpoint_id: str, parts: Sequence[RankPart]) -> list[FileEntry]:

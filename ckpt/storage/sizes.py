@@ -23,7 +23,7 @@ def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> 
     unproven = [key for key, expected in sizes.items() if listed.get(key) != expected]
     if not unproven:
         return None
-    size_of = partial(_size, storage.reopened())
+    size_of = partial(find_size, storage.reopened())
     for start in range(0, len(unproven), AT_ONCE):
         keys = unproven[start : start + AT_ONCE]
         for key, found in zip(keys, read_all(keys, size_of), strict=True):
@@ -32,7 +32,8 @@ def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> 
     return None
 
 
-def _size(storage: Storage, key: str) -> int | None:
+def find_size(storage: Storage, key: str) -> int | None:
+    """Return the size of an object in bytes, or None if there is none; one request."""
     try:
         return storage.size(key)
     except FileNotFoundError:

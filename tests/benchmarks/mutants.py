@@ -261,7 +261,7 @@ MUTANTS = [
         "tests/ckpt/reporting/test_timings.py tests/ckpt/reporting/test_reports.py",
         ('{"stall_s": max(', '{"stall_s": min('),
         ("max(all_stored_s, *(part.stored_s for part in parts))", "all_stored_s"),
-        ("check_fence(run, manifest.attempt)", "pass"),
+        ("check_fence(run, attempt)", "pass"),
     ),
     *mutants_of(
         "tasks/rank/failures.py",

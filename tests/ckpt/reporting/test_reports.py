@@ -410,6 +410,18 @@ def test_a_bucket_that_acknowledges_more_than_it_has_fails_the_report_and_no_pru
     assert read_files(store.checkpoint(store.latest())) == {"model": b"good"}
 
 
+def test_a_bucket_that_acknowledges_a_manifest_and_has_none_fails_the_report(tmp_path):
+    class LosesManifests(MemoryStorage):
+        def put_bytes(self, key, data):
+            if "/manifests/" not in key:
+                super().put_bytes(key, data)
+
+    store = open_run(LosesManifests())
+    with pytest.raises(CommitFailedError, match=r"acknowledged \d+ bytes of run/manifests/.*\.json, and has no such object"):
+        Attempt(store).session().report({}, folder(tmp_path / "0", model="x"))
+    assert store.latest() is None
+
+
 def test_a_bucket_whose_run_is_deleted_meanwhile_is_not_said_to_lose_writes(tmp_path):
     class Deleted(MemoryStorage):
         def put_buffers(self, key, parts):

@@ -165,7 +165,7 @@ def test_a_commit_costs_its_files_one_put_and_two_listings_at_any_number_of_rank
     session = RankSession(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
     session.report({"loss": 0.0}, folder(tmp_path / "c", m0="data"), step=None)
     pages = 1 + world_size // 1000  # of the files
-    assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": pages + 1}  # the other one is for the fence
+    assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": pages + 1, "size": 1}  # the fence, and the manifest
     session.finish()
 
 
