@@ -177,6 +177,7 @@ def pytest_collection_finish() -> None:
     """Have no collection of garbage look at what the imports have made, which takes a tenth of a worker's time otherwise."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # as in programs of tests
 
 
 def _name(item: pytest.Item) -> str:
