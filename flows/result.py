@@ -35,8 +35,8 @@ class Result:
         errors: Each failed rank's error, by rank.
         completed: Whether the newest attempt completed.
         resumed_from: The path or URL of the checkpoint that the newest attempt resumed from; None for a fresh start.
-        return_value: The return value of rank 0's function; from storage, what JSON
-            of up to 1 MiB can hold of it.
+        return_value: The return value of rank 0's function; from storage, what JSON of up to 1 MiB can hold of it, without the
+            largest items of a dict that is larger.
 
     """
 

@@ -279,6 +279,23 @@ def _first_rank(
 
 
 def _recorded_value(value: Any) -> Any:
-    """Return what an outcome records of a return value, which is no place for models."""
+    """Return what an outcome records of a return value, which is no place for models; of a large dict, the small items."""
     encoded = encode_value(value)
-    return None if encoded is None or len(encoded) > _MAX_RETURN_BYTES else from_json(json.loads(encoded))
+    if encoded is None:
+        return None
+    plain = json.loads(encoded)
+    if len(encoded) > _MAX_RETURN_BYTES:
+        plain = _small_items(plain) if isinstance(plain, dict) else None
+    return from_json(plain)
+
+
+def _small_items(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the smallest items of a dict that are up to 1 MiB together: a score stays beside a long curve."""
+    sizes = {name: len(json.dumps({name: item})) for name, item in value.items()}
+    kept, total = set(), 0
+    for name in sorted(value, key=lambda name: sizes[name]):
+        total += sizes[name]
+        if total > _MAX_RETURN_BYTES:
+            break
+        kept.add(name)
+    return {name: item for name, item in value.items() if name in kept}

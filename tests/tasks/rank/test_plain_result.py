@@ -42,6 +42,8 @@ def test_what_json_can_hold_of_a_return_value_is_recorded(value, recorded):
 def test_an_outcome_is_no_place_for_models():
     assert _recorded_value(["x" * 1000] * 2000) is None
     assert _recorded_value(["x" * 1000]) == ["x" * 1000]
+    large = {"loss": math.inf, "curve": [0.5] * 300_000, "text": "x" * 2**20, "f1": 0.9}
+    assert _recorded_value(large) == {"loss": math.inf, "f1": 0.9}
 
 
 def test_what_json_can_hold_of_a_return_value_comes_from_another_machine(capsys):
