@@ -82,11 +82,23 @@ class Search:
         self.num_trials = search.num_trials or default
         self._scheduler = make_scheduler(search, space, seed, self.num_trials)
         self._error: Exception | None = None
+        self._led: tuple[int, dict[str, Any] | None] = (0, None)
         self._restarts = sorted(recorded.in_state("failed")) if search.restart_errored else []
 
     def lead(self, attempt: int, config: dict[str, Any] | None = None, *, is_fresh: bool = False) -> None:
-        """Record that this process leads the sweep; all trials that start or go on from here on have `config`."""
-        self.recorded.record(SweepLed(attempt, is_fresh, config))
+        """Record that this process leads the sweep, with the config of all trials so far; `use_config` sets another one."""
+        known = None if is_fresh else self.recorded.common
+        self.recorded.record(SweepLed(attempt, is_fresh, config if known is None else known))
+        self._led = attempt, config
+
+    def use_config(self) -> None:
+        """Record that all trials that start or go on from here on have the config with which this process leads the sweep.
+
+        What has ended before, though its end was not recorded, had the one before.
+        """
+        attempt, config = self._led
+        if config != self.recorded.common:
+            self.recorded.record(SweepLed(attempt, config=config))
 
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""

@@ -69,7 +69,8 @@ def _tell_of_budget(search: Search, config: SearchConfig) -> None:
 def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
     """Return the trials that ran when the sweep's process was killed, and must go on.
 
-    What they committed and the journal does not have is decided first, as it would have been.
+    What they committed and the journal does not have is decided first, as it would have been; only what goes on after that has
+    the sweep's present config.
     """
     for trial in search.running():
         run = Run.open(storage, trial.run)
@@ -82,6 +83,7 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
             end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)
             if end is not None and end.outcome == "completed":
                 search.end(trial.number, end)
+    search.use_config()
     return search.running()
 
 

@@ -23,6 +23,7 @@ class RecordedTrials:
         by_number: Every trial, by number.
         operations: The operations of the study in the events so far.
         used_s: The time of the sweep in the events so far that counts against its budget.
+        common: What all trials that start or go on now have; None if an older version did not record it.
 
     """
 
@@ -40,7 +41,7 @@ class RecordedTrials:
         self.by_number: dict[int, TrialRecord] = {}
         self._numbers: dict[TrialState, set[int]] = {state: set() for state in get_args(TrialState)}
         self._released: list[tuple[Source, str]] = []
-        self._common: dict[str, Any] | None = None
+        self.common: dict[str, Any] | None = None
         for event in events:
             self._apply(event)
 
@@ -67,7 +68,7 @@ class RecordedTrials:
             if trial.source is not None:  # the copy is committed: the trial has reported in its own run
                 self._released.append((trial.source, trial.run))
                 self.by_number[event.trial] = replace(trial, source=None)
-        self._common = apply(self.by_number, event, self._common)
+        self.common = apply(self.by_number, event, self.common)
         self._count(event)
 
     def _count(self, event: Event) -> None:

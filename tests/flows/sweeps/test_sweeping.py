@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
-from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.standing import read_standing
@@ -45,7 +45,8 @@ from prefect_torch.flows import (
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps.domains import parse_space
-from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
+from prefect_torch.flows.sweeps.journal.events import decode_event
+from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
@@ -184,6 +185,25 @@ def test_a_trial_has_the_config_with_which_it_last_started(run):
     sweep("sweep_trainings:return_loss", space, {"y": 7}, two, run=run)
     found = SweepResult.from_storage(run.storage, run.name)
     assert [(trial.config, trial.metrics["loss"]) for trial in found] == [({"x": 1, "y": 5}, 6), ({"x": 2, "y": 7}, 9)]
+
+
+def test_a_trial_that_completed_before_its_sweep_goes_on_with_another_config_had_the_one_before(tmp_path):
+    def led(attempt, config):
+        events = [decode_event(entry, "test") for entry in entries]
+        chosen = search(num_trials=2)
+        searched = Search(chosen, parse_space({"lr": uniform(0, 1)}), 0, RecordedTrials(events, entries.append), "sweep")
+        searched.lead(attempt, config)
+        return searched
+
+    entries = []
+    first = led(1, {"y": 5})
+    done, running = Run.open(tmp_path, first.next_trial().run), first.next_trial()
+    claimed = claim_attempt(done, Owner.current("a-flow-run"), world_size=1)
+    write_outcome(done, Outcome(claimed.number, "completed", "a-flow-run", return_value={"loss": 1.0}))
+    again = led(2, {"y": 7})
+    assert [trial.number for trial in leading._recovered(again, StorageSpec(str(tmp_path)))] == [running.number]
+    assert [(trial.state, trial.common) for trial in again.trials.values()] == [("completed", {"y": 5}), ("running", {"y": 7})]
+    assert history_of(decode_event(entry, "test") for entry in entries) == again.trials
 
 
 def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes_on(run, monkeypatch):
