@@ -25,12 +25,14 @@ from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.space import is_same
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
+from pydantic_core import to_jsonable_python
 
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
@@ -79,7 +81,8 @@ class _Start:
 class DeployedTrials:
     """Runs each trial as a flow run of a deployment of the flow `train`, which asks this process at its reports.
 
-    A flow run that an earlier process of the sweep has started, and that has not ended, is taken over.
+    A flow run that an earlier process of the sweep has started, and that has not ended, is taken over. One with another config
+    is cancelled, and another one goes on with the trial.
 
     Args:
         training: What all trials have in common.
@@ -139,12 +142,8 @@ class DeployedTrials:
         """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         self._starting.clear()
-        with get_client(sync_client=True) as client:
-            for trial, flow_run_id in self._running.values():
-                try:
-                    client.set_flow_run_state(flow_run_id, Cancelling(message=f"the sweep ends: {cause!r}"))
-                except (PrefectException, httpx.HTTPError) as exc:  # the other trials end nevertheless
-                    get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
+        for trial, flow_run_id in self._running.values():
+            self._cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
 
     def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"
@@ -171,14 +170,17 @@ class DeployedTrials:
                 del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
-        trial = start.trial
-        flow_run = self._find_alive(trial)
-        if flow_run is not None:
-            get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
-            return flow_run.id
+        trial, parameters, alive = start.trial, self._parameters(start.trial), self._alive(start.trial)
+        for flow_run in alive:
+            if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
+                get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
+                return flow_run.id
+        for flow_run in alive:  # of an earlier start of the sweep, with another config
+            get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
+            self._cancel(trial, flow_run.id, "the sweep goes on with another config")
         created = run_deployment(
             name=self._deployment,
-            parameters=self._parameters(trial),
+            parameters=parameters,
             flow_run_name=trial.run,
             tags=[tag_of(trial.run)],
             idempotency_key=start.key,
@@ -187,11 +189,20 @@ class DeployedTrials:
         assert isinstance(created, FlowRun)  # no coroutine: the sweep's flow is no async one
         return created.id
 
-    def _find_alive(self, trial: TrialRecord) -> FlowRun | None:
+    def _cancel(self, trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
+        """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
+        try:
+            with get_client(sync_client=True) as client:
+                client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
+        except (PrefectException, httpx.HTTPError) as exc:
+            get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
+
+    def _alive(self, trial: TrialRecord) -> list[FlowRun]:
+        """Return the flow runs of a trial that have not ended."""
         tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
         with get_client(sync_client=True) as client:
             found = client.read_flow_runs(flow_run_filter=tags)
-        return next((it for it in found if it.state is None or not it.state.is_final()), None)
+        return [it for it in found if it.state is None or not it.state.is_final()]
 
     def _parameters(self, trial: TrialRecord) -> dict[str, Any]:
         training, source = self._training, trial.source
@@ -281,7 +292,7 @@ class DeployedTrials:
         """Return whether another flow run trains the trial, which `start` takes over, such as one that an automation began."""
         try:
             with without_retries():
-                return self._find_alive(trial) is not None
+                return bool(self._alive(trial))
         except httpx.HTTPError as exc:
             if not is_outage(exc):
                 raise

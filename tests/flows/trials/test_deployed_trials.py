@@ -114,6 +114,7 @@ class Api:
         tagged: The flow runs of its trial that are found by their tag.
         is_away: Whether it is away.
         looks: The number of requests.
+        cancelled: The flow runs that are to be cancelled.
 
     """
 
@@ -122,6 +123,7 @@ class Api:
         self.tagged = []
         self.is_away = False
         self.looks = 0
+        self.cancelled = []
 
     def __enter__(self):
         return self
@@ -136,6 +138,10 @@ class Api:
         if self.is_away:
             raise httpx.ConnectError("refused")
         return self.tagged if limit is None else [self.flow_run]
+
+    def set_flow_run_state(self, flow_run_id, state):
+        assert state.is_cancelling()
+        self.cancelled.append(flow_run_id)
 
 
 @pytest.fixture
@@ -205,6 +211,20 @@ def test_a_trial_that_another_flow_run_trains_goes_on_in_that_one(api, trials):
     trials._running = {0: (TRIAL, api.flow_run.id)}
     (end,) = trials.take_ended(0).values()
     assert end.reason.endswith("of train/gpu ended before it trained: attempt 1 was overtaken by attempt 2")
+
+
+@pytest.mark.parametrize(("config", "is_taken_over"), [({"y": [5, 0.1]}, True), ({"y": [7, 0.1]}, False)])
+def test_a_flow_run_that_outlived_its_sweep_is_taken_over_unless_the_config_is_another_one(
+    api, trials, monkeypatch, config, is_taken_over
+):
+    begun = api.flow_run.model_copy(update={"parameters": {"config": {"y": [5, 0.1]}}})
+    created = FlowRun(id=uuid4(), flow_id=uuid4(), name="another")
+    api.tagged = [begun]
+    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {"config": {"y": tuple(config["y"])}})
+    monkeypatch.setattr(deployed_trials, "run_deployment", lambda **_: created)
+    trials.start(TRIAL)
+    assert trials._running == {0: (TRIAL, begun.id if is_taken_over else created.id)}
+    assert api.cancelled == ([] if is_taken_over else [begun.id])
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
