@@ -2,12 +2,13 @@
 
 The process that leads the sweep owns it as the leader of a training owns its run: by a claim, which fences all earlier ones.
 The first entry of an attempt ends what earlier attempts may still write: an entry of an earlier attempt with that number or a
-higher one counts as never written. So does an entry that is torn, since nothing follows from an entry before it is stored.
+higher one counts as never written. So does a last entry that is torn, since nothing follows from an entry before it is stored;
+but not one that was merged, which had been stored.
 """
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 Entry: TypeAlias = dict[str, Any]
 MOST_PARTS = 64
 MOST_ENTRIES = 1024  # of one object
+MOST_BYTES = 16 * 2**20  # after which another object begins: metrics may be long texts, and each merge stores all of it again
 _NAME = re.compile(r"(?P<last>[0-9]{9})-(?P<attempt>[0-9]{6})-(?P<count>[0-9]{6})\.jsonl")
 _WHAT = "an entry of a sweep's journal"
 _logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class Journal:
             raise JournalDamagedError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
         self._run.storage.delete([part.key for part in self._parts])
         self._parts = [whole]
-        if len(self._lines) >= MOST_ENTRIES:
+        if len(self._lines) >= MOST_ENTRIES or len(data) >= MOST_BYTES:
             self._parts, self._lines = [], []
 
     def _part(self, last: int, count: int) -> Part:
@@ -94,14 +96,14 @@ class Journal:
 def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
     """Return every entry, in order, even if the leader merges objects meanwhile.
 
-    Costs a listing and a read for each object, of which there are some 64 and one for each thousand entries and for each start.
+    Costs a listing and a read for each object, of which there are some 64 and one for each thousand entries, 16 MiB or start.
 
     Args:
         run: The sweep.
         lost: Gets a line on each entry that is missing or damaged, and left out; None to raise it.
 
     Raises:
-        JournalDamagedError: If an entry is missing or damaged that others follow, unless `lost` gets it.
+        JournalDamagedError: If an entry is missing or damaged that others follow or that was merged, unless `lost` gets it.
         UnsupportedFormatError: If a newer version wrote an entry.
 
     """
@@ -119,7 +121,9 @@ def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
                 continue
             if number not in found or found[number][0] <= part.attempt:
                 found[number] = (part.attempt, entry)
-    return list(_consecutive(run, _without_overtaken(found), damaged, lost))
+    entries = _without_overtaken(found)
+    count = max([*entries, *_merged_last(known, found)], default=-1) + 1
+    return list(_consecutive(run, count, entries, damaged, lost))
 
 
 def delete_journal(run: Run) -> None:
@@ -160,9 +164,7 @@ def _decode(line: bytes, number: int, where: str) -> Entry:
 
 def _without_overtaken(found: dict[int, tuple[int, Entry]]) -> dict[int, Entry]:
     """Return the entries without those that an attempt wrote after a newer one had begun."""
-    first: dict[int, int] = {}
-    for number, (attempt, _) in sorted(found.items()):
-        first.setdefault(attempt, number)
+    first = _first_numbers(found)
     return {
         number: entry
         for number, (attempt, entry) in sorted(found.items())
@@ -170,8 +172,26 @@ def _without_overtaken(found: dict[int, tuple[int, Entry]]) -> dict[int, Entry]:
     }
 
 
-def _consecutive(run: Run, entries: dict[int, Entry], damaged: dict[int, str], lost: list[str] | None) -> Iterator[Entry]:
-    for number in range(max(entries, default=-1) + 1):
+def _first_numbers(found: dict[int, tuple[int, Entry]]) -> dict[int, int]:
+    """Return the number of the first entry of each attempt."""
+    first: dict[int, int] = {}
+    for number, (attempt, _) in sorted(found.items()):
+        first.setdefault(attempt, number)
+    return first
+
+
+def _merged_last(parts: Iterable[Part], found: dict[int, tuple[int, Entry]]) -> Iterator[int]:
+    """Yield the number of the last entry of each object that was merged, by its name, before a newer attempt had begun."""
+    first = _first_numbers(found)
+    for part in parts:
+        if part.count > 1:
+            yield min([part.last, *(began - 1 for newer, began in first.items() if newer > part.attempt)])
+
+
+def _consecutive(
+    run: Run, count: int, entries: dict[int, Entry], damaged: dict[int, str], lost: list[str] | None
+) -> Iterator[Entry]:
+    for number in range(count):
         if number in entries:
             yield entries[number]
             continue

@@ -118,6 +118,40 @@ def test_a_missing_entry_is_an_error_and_no_shorter_journal():
     assert lost == [f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is not there"]
 
 
+@pytest.mark.parametrize("kept", [0, 20, -1])
+def test_a_merged_object_without_its_end_is_an_error_and_no_shorter_journal(small, kept):
+    run = sweep_in(MemoryStorage())
+    journal = lead(run)
+    for number in range(2):
+        journal.append({"n": number})
+    (merged,) = list_parts(run)
+    run.storage.put_bytes(merged.key, run.storage.get_bytes(merged.key)[:kept])
+    with pytest.raises(JournalDamagedError, match="of the journal of sweep 'sweep'"):
+        read_journal(run)
+
+
+def test_a_merged_object_of_an_overtaken_leader_says_nothing_of_the_entries_after_it(small):
+    alone, run = sweep_in(MemoryStorage()), sweep_in(MemoryStorage())
+    journal = lead(alone)
+    for number in range(2):
+        journal.append({"n": number})
+    (merged,) = list_parts(alone)
+    for _ in range(2):
+        lead(run)
+    run.storage.put_bytes(merged.key, alone.storage.get_bytes(merged.key))
+    assert [entry["led"] for entry in read_journal(run)] == [1, 2]
+
+
+def test_an_object_with_long_entries_is_not_stored_again_and_again(small, monkeypatch):
+    monkeypatch.setattr(journals, "MOST_BYTES", 2000)
+    run = sweep_in(MemoryStorage())
+    journal = lead(run)
+    for number in range(11):
+        journal.append({"n": number, "text": "x" * 1000})
+    assert numbers(run) == list(range(11))
+    assert {part.count for part in list_parts(run)} == {3}
+
+
 def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):
     run, _ = store_sweep(str(tmp_path))
     whole = read_trials(run)
