@@ -8,6 +8,8 @@ from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.flows.sweeps.trial_end import NO_METRIC
 
 _MOST_WITHOUT_METRIC = 3
+_AFRESH = "; resume='never' begins the sweep again"  # a trial that has trained to its end would report no more
+_RESTARTED = "; SearchConfig(restart_errored=True) starts failed trials again"
 
 
 class SweepFailedError(RuntimeError):
@@ -42,12 +44,12 @@ class Failures:
             reasons = [self.trials[number].reason or "" for number in sorted(self.failed)]
             without = [reason for reason in reasons if reason.startswith(NO_METRIC)]
             if len(without) >= _MOST_WITHOUT_METRIC:
-                raise SweepFailedError(f"{len(without)} trials of sweep {self.sweep!r} ended so: {without[0]}")
+                raise SweepFailedError(f"{len(without)} trials of sweep {self.sweep!r} ended so: {without[0]}{_AFRESH}")
         if most is not None and len(self.failed) > most:
             first = self.trials[min(self.failed)]
             raise SweepFailedError(
                 f"{show_count(len(self.failed), 'trial')} of sweep {self.sweep!r} failed, and max_failed_trials={most}; "
-                f"the first, trial {first.number}: {first.reason}"
+                f"the first, trial {first.number}: {first.reason}{_remedy(first.reason)}"
             )
 
     def raise_if_all(self) -> None:
@@ -59,4 +61,9 @@ class Failures:
         """
         if self.failed and len(self.failed) == len(self.trials):
             reason = self.trials[min(self.failed)].reason
-            raise SweepFailedError(f"all trials of sweep {self.sweep!r} failed; the first: {reason}")
+            raise SweepFailedError(f"all trials of sweep {self.sweep!r} failed; the first: {reason}{_remedy(reason)}")
+
+
+def _remedy(reason: str | None) -> str:
+    """Return how failed trials are tried again: another start of the sweep alone raises the same error, without a trial."""
+    return _AFRESH if (reason or "").startswith(NO_METRIC) else _RESTARTED

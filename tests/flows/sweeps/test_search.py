@@ -479,11 +479,12 @@ def test_the_time_of_earlier_starts_counts_against_the_time_budget():
     assert started_again(60).next_trial().number == 0
 
 
-def test_more_failures_than_allowed_end_the_search():
+def test_more_failures_than_allowed_end_the_search_and_the_error_says_how_they_are_tried_again():
     search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     for _ in range(2):
         search.end(search.next_trial().number, TrialEnd("failed", "boom", {}))
-    with pytest.raises(SweepFailedError, match=r"2 trials .* failed, and max_failed_trials=1; the first, trial 0: boom"):
+    told = r"2 trials .* failed, and max_failed_trials=1; the first, trial 0: boom; SearchConfig\(restart_errored=True\) starts"
+    with pytest.raises(SweepFailedError, match=told):
         search.next_trial()
 
 
