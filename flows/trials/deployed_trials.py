@@ -176,6 +176,8 @@ class DeployedTrials:
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
                 return flow_run.id
         for flow_run in alive:  # of an earlier start of the sweep, with another config
+            if flow_run.state is not None and flow_run.state.is_cancelling():
+                continue
             get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
             self._cancel(trial, flow_run.id, "the sweep goes on with another config")
         created = run_deployment(

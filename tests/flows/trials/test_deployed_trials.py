@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
-from prefect.states import Failed, Running
+from prefect.states import Cancelling, Failed, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
@@ -225,6 +225,9 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_unless_the_config_is_a
     trials.start(TRIAL)
     assert trials._running == {0: (TRIAL, begun.id if is_taken_over else created.id)}
     assert api.cancelled == ([] if is_taken_over else [begun.id])
+    api.tagged = [begun.model_copy(update={"state": Cancelling()})]
+    trials.start(TRIAL)
+    assert api.cancelled == ([] if is_taken_over else [begun.id]), "once"
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
