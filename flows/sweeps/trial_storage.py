@@ -66,10 +66,11 @@ def end_of_error(error: BaseException) -> TrialEnd:
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:
     """Return the end of a trial whose function has returned `value`: the metrics in a dict count as its last report."""
-    return TrialEnd("completed", None, newest_of_each(read_history(run)) | _metrics_in(value))
+    return TrialEnd("completed", None, newest_of_each(read_history(run)) | metrics_in(value))
 
 
-def _metrics_in(value: object) -> Metrics:
+def metrics_in(value: object) -> Metrics:
+    """Return the metrics in a dict that a function has returned, without what is none."""
     found: Metrics = {}
     for name, item in value.items() if isinstance(value, dict) else ():
         with suppress(ValueError):  # a curve, or a model

@@ -100,7 +100,7 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
         pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=Backoff(delay_s=_SHORT_S))
         told = TrialMessageObserver(given.metrics)
         given.running.value = lead_training(job, gpus, machines, given.running.termination, [pages, EventObserver(job), told])
-    return completed(told.message(given.state()), None)
+    return completed(told.message(given.state(), given.running.value), None)
 
 
 class LocalTrials:

@@ -6,6 +6,7 @@ from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.journal.history import TrialState
+from prefect_torch.flows.sweeps.trial_storage import metrics_in
 from prefect_torch.tasks.training.observers import TrainingEvent
 
 
@@ -29,15 +30,19 @@ class TrialMessageObserver:
     def refresh(self, *, final: bool) -> None:
         """Show nothing meanwhile."""
 
-    def message(self, state: TrialState) -> str:
+    def message(self, state: TrialState, value: object = None) -> str:
         """Return how a trial ended in one line, such as "step 9, loss 0.0013" or "paused at step 3, loss 0.9".
 
         Args:
             state: What the sweep has decided; "running" for nothing, so that its function has returned.
+            value: What its function has returned: the metrics in a dict count as its last report.
 
         """
-        if self._newest is None:
-            return "no report"
-        scores = [(name, find_score(self._newest.record.metrics, name)) for name in self._metrics]
-        step = f"{f'{state} at ' if state in ('paused', 'stopped') else ''}step {self._newest.record.step}"
-        return ", ".join([step, *(f"{name} {show_number(score)}" for name, score in scores if score is not None)])
+        said: list[str] = []
+        metrics = metrics_in(value)
+        if self._newest is not None:
+            said.append(f"{f'{state} at ' if state in ('paused', 'stopped') else ''}step {self._newest.record.step}")
+            metrics = self._newest.record.metrics | metrics
+        scores = [(name, find_score(metrics, name)) for name in self._metrics]
+        said += [f"{name} {show_number(score)}" for name, score in scores if score is not None]
+        return ", ".join(said) or "no report"

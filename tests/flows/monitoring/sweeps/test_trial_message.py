@@ -28,3 +28,11 @@ def test_a_trial_is_one_line_with_its_newest_scores(reports, state, message):
     for event in reports:
         observer.observe(event)
     assert observer.message(state) == message
+
+
+def test_what_a_function_returns_counts_as_its_last_report():
+    observer = TrialMessageObserver(["loss", "size/mb"])
+    assert observer.message("running", {"loss": 0.5, "curve": [1.0]}) == "loss 0.5"
+    observer.observe(reported(9, loss=0.9, size={"mb": 7}))
+    assert observer.message("running", {"loss": 0.5}) == "step 9, loss 0.5, size/mb 7"
+    assert observer.message("running", "a text") == "step 9, loss 0.9, size/mb 7"
