@@ -274,10 +274,3 @@ def _is_same(stored: Any, now: Any) -> bool:
         return bool(type(stored) is type(now) and stored == now)
     one, other = local_tensor(stored), local_tensor(now)
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bytes_of(one), bytes_of(other))
-
-
-def _calls(function: Callable[[Any], object], argument: Any) -> Callable[[], None]:
-    def call() -> None:
-        function(argument)
-
-    return call

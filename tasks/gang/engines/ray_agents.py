@@ -17,7 +17,6 @@ from .client_process import import_client, read_order, say, say_room
 from .starting import run_agent
 
 _SETTLE_S = 5.0  # how long a placement for which there is room may take
-_POLL_S = 0.5
 
 
 def main() -> None:
