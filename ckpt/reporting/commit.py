@@ -22,8 +22,7 @@ from prefect_torch.ckpt.text import utc_now
 from .background import BackgroundCommits
 from .events import CommitEvent, EventSender, ReportEvent
 from .overhead import CommitCosts
-from .rank_part import CommitJob, RankPart, store_part
-from .rank_report import StagedReport
+from .rank_part import CommitJob, RankPart, StagedReport, store_part
 
 _logger = logging.getLogger(__name__)
 

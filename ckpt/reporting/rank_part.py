@@ -1,21 +1,124 @@
-"""One rank's part of a checkpoint: its files and its share of a state, which it stores, and its message on that to rank 0."""
+"""One rank's part of a checkpoint: staged, so that the training may change what it reported; stored; and told to rank 0."""
 
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
-from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
+from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, LentDirectories, adopt_files, group_files
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.scratch import remove_scratch
 
-from .rank_report import StagedReport
+from .agreement import Agreement
+from .rank_report import Report
+
+if TYPE_CHECKING:  # it imports torch, which only the report of a state needs
+    from prefect_torch.ckpt.state.save import StagedState
+
+
+@dataclass(frozen=True, slots=True)
+class StagedReport:
+    """A report on which the ranks agree, and whose data the training can no longer change.
+
+    Attributes:
+        report: The report.
+        agreement: The ranks' agreement on it.
+        directory: The directory of this rank's files, or None; of an asynchronous report a scratch directory.
+        state: This rank's share of a state, or None.
+        problem: The error because of which this rank cannot store its part, or None.
+        stall_s: How long the training waited for an asynchronous report; None where it waits for the commit.
+
+    """
+
+    report: Report
+    agreement: Agreement
+    directory: Path | None = None
+    state: "StagedState | None" = None
+    problem: Exception | None = None
+    stall_s: float | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The id to commit under."""
+        assert self.agreement.checkpoint_id is not None
+        return self.agreement.checkpoint_id
+
+    @property
+    def owns_directory(self) -> bool:
+        """Whether the files in `directory` may be linked: they are removed from it once they are in a checkpoint."""
+        return self.report.lent is not None or self.directory != self.report.directory
+
+    def elapsed_s(self) -> float:
+        """Return how long ago the report began."""
+        return time.monotonic() - self.report.started_s
+
+    def remove(self, paths: Sequence[str]) -> None:
+        """Remove files that are part of a checkpoint now from a lent directory, or a second write would change that."""
+        for path in paths:
+            assert self.directory is not None
+            (self.directory / path).unlink(missing_ok=True)
+        if paths and len(paths) == len(self.report.files):  # else some are links, which stay
+            self.report.remove_metadata()
+
+    def release(self) -> None:
+        """Delete the files that were taken over."""
+        if self.directory is None or self.directory == self.report.directory:
+            return
+        if self.report.lent is None:
+            remove_scratch(self.directory)
+        else:
+            self.report.lent.remove(self.directory)
+
+
+def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: int) -> StagedReport:
+    """Return a report with its data taken over: of a state the copy, of an asynchronous report also the files.
+
+    An error is kept in the result, since the other ranks already wait for this one's part, and must receive it.
+
+    Args:
+        report: The report.
+        agreement: The ranks' agreement.
+        writes: What this rank writes of a state.
+        rank: This rank.
+
+    """
+    directory, state = report.directory, None
+    try:
+        if report.snapshot is not None and agreement.state is not None:
+            state = report.snapshot.stage(agreement.state, writes)
+        if directory is not None and agreement.is_background:
+            is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
+            own = [path for path in report.files if not is_adopted or agreement.owners.get(path, rank) == rank]
+            taken = _adopt(report.lent, directory, own)
+            is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are
+            if not is_adopted and not is_copied:
+                report.remove_metadata()
+            directory = taken
+    except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
+        return StagedReport(report, agreement, problem=exc)
+    stall_s = time.monotonic() - report.started_s if agreement.is_background else None
+    return StagedReport(report, agreement, directory, state, stall_s=stall_s)
+
+
+def _adopt(lent: LentDirectories | None, directory: Path, paths: Sequence[str]) -> Path:
+    if lent is None:
+        return adopt_files(directory, paths)
+    taken = lent.make()
+    try:
+        return adopt_files(directory, paths, taken)
+    except BaseException:
+        lent.remove(taken)
+        raise
 
 
 @dataclass(slots=True)

@@ -1,10 +1,9 @@
-"""A rank's report: prepared from the user's arguments, then staged, so that the training may change what it reported."""
+"""A rank's report, prepared from the user's arguments: what is wrong with them is found here, before anything is stored."""
 
 import logging
 import operator
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,6 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.files.folder import (
     USER_METADATA_FILE,
     LentDirectories,
-    adopt_files,
     check_holds_no_run,
     existing_directory,
     lies_in_downloads,
@@ -26,14 +24,13 @@ from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.index import is_own_file
-from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.state.staging import spare_memory
-from prefect_torch.ckpt.storage.scratch import kernel_id, remove_scratch, scratch_folder
+from prefect_torch.ckpt.storage.scratch import kernel_id, scratch_folder
 
-from .agreement import Agreement, Intent, Upload
+from .agreement import Intent, Upload
 
 if TYPE_CHECKING:  # they import torch, which only the report of a state needs
-    from prefect_torch.ckpt.state.save import StagedState, StateSaver, StateSnapshot
+    from prefect_torch.ckpt.state.save import StateSaver, StateSnapshot
 
 _logger = logging.getLogger(__name__)
 
@@ -104,109 +101,17 @@ class Report:
         if self.snapshot is not None:
             self.snapshot.stage_early()
 
-    def stage(self, agreement: Agreement, writes: list[WriteItem], rank: int) -> "StagedReport":
-        """Return the report with its data taken over: of a state the copy, of an asynchronous report also the files.
-
-        An error is kept in the result, since the other ranks already wait for this one's part, and must receive it.
-
-        Args:
-            agreement: The ranks' agreement.
-            writes: What this rank writes of a state.
-            rank: This rank.
-
-        """
-        directory, state = self.directory, None
-        try:
-            if self.snapshot is not None and agreement.state is not None:
-                state = self.snapshot.stage(agreement.state, writes)
-            if directory is not None and agreement.is_background:
-                is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
-                own = [path for path in self.files if not is_adopted or agreement.owners.get(path, rank) == rank]
-                taken = self._adopt(directory, own)
-                is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are
-                if not is_adopted and not is_copied:
-                    self.remove_metadata()
-                directory = taken
-        except Exception as exc:  # noqa: BLE001 - raised by the commit, on every rank
-            return StagedReport(self, agreement, problem=exc)
-        stall_s = time.monotonic() - self.started_s if agreement.is_background else None
-        return StagedReport(self, agreement, directory, state, stall_s=stall_s)
-
     def remove_metadata(self) -> None:
         """Remove the metadata of files that were moved out of the directory: the next checkpoint in it is to have its own."""
         if self.metadata and self.directory is not None:
             with suppress(OSError):
                 (self.directory / USER_METADATA_FILE).unlink()
 
-    def _adopt(self, directory: Path, paths: Sequence[str]) -> Path:
-        if self.lent is None:
-            return adopt_files(directory, paths)
-        taken = self.lent.make()
-        try:
-            return adopt_files(directory, paths, taken)
-        except BaseException:
-            self.lent.remove(taken)
-            raise
-
 
 def _identity_of(directory: Path) -> str:
     """Return the identity of a directory: its machine, filesystem and inode, whatever its path is."""
     status = directory.stat()
     return f"{kernel_id()} {status.st_dev} {status.st_ino}"
-
-
-@dataclass(frozen=True, slots=True)
-class StagedReport:
-    """A report on which the ranks agree, and whose data the training can no longer change.
-
-    Attributes:
-        report: The report.
-        agreement: The ranks' agreement on it.
-        directory: The directory of this rank's files, or None; of an asynchronous report a scratch directory.
-        state: This rank's share of a state, or None.
-        problem: The error because of which this rank cannot store its part, or None.
-        stall_s: How long the training waited for an asynchronous report; None where it waits for the commit.
-
-    """
-
-    report: Report
-    agreement: Agreement
-    directory: Path | None = None
-    state: "StagedState | None" = None
-    problem: Exception | None = None
-    stall_s: float | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The id to commit under."""
-        assert self.agreement.checkpoint_id is not None
-        return self.agreement.checkpoint_id
-
-    @property
-    def owns_directory(self) -> bool:
-        """Whether the files in `directory` may be linked: they are removed from it once they are in a checkpoint."""
-        return self.report.lent is not None or self.directory != self.report.directory
-
-    def elapsed_s(self) -> float:
-        """Return how long ago the report began."""
-        return time.monotonic() - self.report.started_s
-
-    def remove(self, paths: Sequence[str]) -> None:
-        """Remove files that are part of a checkpoint now from a lent directory, or a second write would change that."""
-        for path in paths:
-            assert self.directory is not None
-            (self.directory / path).unlink(missing_ok=True)
-        if paths and len(paths) == len(self.report.files):  # else some are links, which stay
-            self.report.remove_metadata()
-
-    def release(self) -> None:
-        """Delete the files that were taken over."""
-        if self.directory is None or self.directory == self.report.directory:
-            return
-        if self.report.lent is None:
-            remove_scratch(self.directory)
-        else:
-            self.report.lent.remove(self.directory)
 
 
 class ReportPreparation:

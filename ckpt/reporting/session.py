@@ -27,6 +27,7 @@ from .commit import RankCommits, belongs_to
 from .decisions import DecisionPoints, Decisions
 from .events import EventSender, ReportEvent
 from .overhead import OverheadBudget
+from .rank_part import stage
 from .rank_report import Report, ReportArguments, ReportPreparation, check_step
 from .rounds import Rounds
 
@@ -141,7 +142,7 @@ class RankSession:
             agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             if self._node_copy is not None:
                 self._node_copy.release()  # every rank has restored the checkpoint by now
-            staged = report.stage(agreement, self._rounds.writes, self.context.world_rank)
+            staged = stage(report, agreement, self._rounds.writes, self.context.world_rank)
             try:
                 self._commits.commit(staged)
                 self._last_step, self._num_reports = report.step, self._num_reports + 1

@@ -28,7 +28,7 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.reporting.rank_report import StagedReport
+from prefect_torch.ckpt.reporting.rank_part import StagedReport
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner

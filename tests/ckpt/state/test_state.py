@@ -28,8 +28,8 @@ from prefect_torch.ckpt.reporting.agreement import Agreement
 from prefect_torch.ckpt.reporting.commit import write_manifest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
-from prefect_torch.ckpt.reporting.rank_part import CommitJob, RankPart
-from prefect_torch.ckpt.reporting.rank_report import Report, StagedReport
+from prefect_torch.ckpt.reporting.rank_part import CommitJob, RankPart, StagedReport
+from prefect_torch.ckpt.reporting.rank_report import Report
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import new_id
