@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
-from prefect_torch.ckpt.runs.deletion_marks import is_marked
+from prefect_torch.ckpt.runs.deletion.marks import is_marked
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
 from prefect_torch.ckpt.runs.layout import Layout, is_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
@@ -113,7 +113,7 @@ class CheckpointStore(Run):
                 tries again.
 
         """
-        from prefect_torch.ckpt.runs.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
+        from prefect_torch.ckpt.runs.deletion.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
 
         return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
 

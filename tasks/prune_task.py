@@ -8,8 +8,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.standing import prune_limits, read_standing
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
-from prefect_torch.ckpt.runs.pruning import collect_garbage, prune
 from prefect_torch.tasks.options.storage import configured_storage
 
 from .run_logs import get_run_logger, library_logs_in_run

@@ -10,9 +10,9 @@ from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, raise_error
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_distinct
 from prefect_torch.ckpt.storage.protocol import Transfer

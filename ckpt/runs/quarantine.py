@@ -5,12 +5,12 @@ import shlex
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
+from prefect_torch.ckpt.runs.deletion.marks import is_marked
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import utc_now
 
-from .deletion_marks import is_marked
 from .verification import verify_uncommitted
 
 _logger = logging.getLogger(__name__)

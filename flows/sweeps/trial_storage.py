@@ -10,10 +10,10 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts
 from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
-from prefect_torch.ckpt.runs.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.events import Source
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord

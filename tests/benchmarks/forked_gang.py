@@ -23,8 +23,8 @@ from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import HistoryWriter, lost_records
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef

@@ -56,6 +56,7 @@ from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.owner import Owner  # noqa: E402
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
 from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
@@ -64,7 +65,6 @@ from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
     ManifestMemory,
     new_id,
 )
-from prefect_torch.ckpt.runs.pruning import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage  # noqa: E402
 from prefect_torch.ckpt.text import utc_now  # noqa: E402

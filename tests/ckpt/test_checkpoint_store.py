@@ -15,6 +15,7 @@ from prefect_torch.ckpt import (
     StorageError,
 )
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import (
     HistoryWriter,
     MetricRecord,
@@ -23,7 +24,6 @@ from prefect_torch.ckpt.runs.history import (
     newest_recorded,
     read_history,
 )
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from ranks import Attempt, folder, read_files
 
@@ -220,7 +220,7 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
 def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
     clock = itertools.count(0, 700)  # seconds between two looks at it
-    monkeypatch.setattr("prefect_torch.ckpt.runs.deletion_marks.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("prefect_torch.ckpt.runs.deletion.marks.time.monotonic", lambda: next(clock))
     delete = type(store.storage).delete
     marks = []
 

@@ -6,7 +6,7 @@ from crash_points import crash_points, open_run
 from faulty_storage import FaultyStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CommitFailedError, RetentionPolicy, StorageError
-from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage

@@ -3,9 +3,9 @@
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy
-from prefect_torch.ckpt.runs import deletion_marks
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion import marks
 from prefect_torch.tasks.prune_task import prune_checkpoints
 from ranks import Attempt, folder
 
@@ -44,7 +44,7 @@ def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, m
         if keys == [store.layout.manifest(oldest.id)]:
             claim_attempt(store, Owner.current(), world_size=1)
 
-    monkeypatch.setattr(deletion_marks, "_RENEW_S", -1.0)  # as if each deletion took minutes
+    monkeypatch.setattr(marks, "_RENEW_S", -1.0)  # as if each deletion took minutes
     monkeypatch.setattr(type(store.storage), "delete", overtaken)
     with pytest.raises(FencedError, match="overtaken by attempt 2"):
         prune(store, first.number)

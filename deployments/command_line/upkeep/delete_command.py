@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.runs.pruning import delete_checkpoints
+from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some

@@ -9,7 +9,7 @@ from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageFullError, checkpoint_directory, report
 from prefect_torch.ckpt.files.folder import LentDirectories
-from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, as_rank, read_files
 

@@ -12,11 +12,11 @@ from faulty_storage import FaultyStorage
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import lost_records, read_history
 from prefect_torch.ckpt.runs.layout import Layout, log_name
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import Manifest, seal
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan

@@ -14,8 +14,8 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordErr
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import lost_records, newest_recorded, read_history
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files import storage as local
 from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES

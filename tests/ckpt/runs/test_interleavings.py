@@ -23,9 +23,9 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from ranks import Attempt, folder
 from wrapped_storage import WrappedStorage

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import CheckpointConfig
 from ranks import Attempt, folder, read_files

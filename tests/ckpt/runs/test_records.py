@@ -23,9 +23,9 @@ from prefect_torch.ckpt.runs.attempts.attempt import (
 )
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import StateIndex

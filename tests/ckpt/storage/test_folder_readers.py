@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs.pruning import collect_garbage
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from ranks import Attempt, folder, read_files
 
 

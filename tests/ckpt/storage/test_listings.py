@@ -13,9 +13,9 @@ from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
-from prefect_torch.ckpt.runs.pruning import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.listing import BucketListing

@@ -1,0 +1,139 @@
+"""Deletion of data without a manifest, and of whatever else killed processes have left in a run."""
+
+import logging
+import os
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+
+from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of
+from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
+from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.local_files.readers import is_read
+
+from .links import without_targets
+from .marks import marked, remove_stale_marks
+
+GARBAGE_GRACE_S = 3600.0
+_DAY_S = 24 * 3600.0
+_logger = logging.getLogger(__name__)
+
+
+def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quarantined_days: float | None = None) -> list[str]:
+    """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
+
+    An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
+    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations and their logs are deleted with
+    the data, or after it.
+
+    Args:
+        run: The run.
+        grace_s: The number of seconds that data of an older attempt stay, by the storage's clock.
+        keep_quarantined_days: The number of days that the data of a quarantined checkpoint stay, by the same clock, unless it
+            is pinned; None keeps them permanently. The note stays in any case.
+
+    """
+    data, modified_s = _stored_data(run)
+    # Listed before and after the manifests: a restore puts the manifest, then removes the note; a quarantine does the opposite.
+    quarantined = _quarantined(run)
+    # Listed after the data: a checkpoint committed in between is then seen as committed, not as garbage.
+    manifests = run.keys(run.layout.manifests)
+    committed = {it for key in manifests if (it := committed_id(run.layout, key)) is not None}
+    attempts = list(run.storage.list(run.layout.attempts))
+    newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
+    quarantined |= _quarantined(run)
+    # The storage's own clock, taken from its newest object: this machine's may be hours off.
+    now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
+
+    def is_garbage(checkpoint_id: str) -> bool:
+        if not is_id(checkpoint_id) or checkpoint_id in committed or checkpoint_id in quarantined:
+            return False
+        attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
+        # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
+        if any(attempt_of(other) == attempt and step_of(other) > step for other in committed):
+            return True
+        return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
+
+    # Requested by key: a listing may have missed a manifest, and a deletion is final.
+    garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
+    for checkpoint_id in garbage:
+        run.storage.delete(without_targets(run, data[checkpoint_id]))
+        _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
+    if keep_quarantined_days is not None:
+        expired_s = now_s - keep_quarantined_days * _DAY_S
+        expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
+        garbage += _delete_quarantined(run, expired, data)
+    kept = committed | (quarantined.keys() & (data.keys() - set(garbage)))
+    _delete_left_evaluations(run, manifests, kept=kept)
+    delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
+    _delete_unreported(run, newest_attempt, now_s - grace_s)
+    remove_stale_marks(run, now_s)
+    # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
+    run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
+    return garbage
+
+
+def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
+    """Return the keys of the data of each checkpoint, committed or not, and when the newest of them was stored."""
+    data: dict[str, set[str]] = defaultdict(set)
+    modified_s: dict[str, float] = defaultdict(float)
+    for info in run.storage.list(run.layout.checkpoints):
+        if not is_key(info.key):  # another program's
+            continue
+        checkpoint_id = info.key.removeprefix(run.layout.checkpoints).partition("/")[0]
+        data[checkpoint_id].add(info.key)
+        modified_s[checkpoint_id] = max(modified_s[checkpoint_id], info.modified_s)
+    return data, modified_s
+
+
+def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
+    """Delete the directories of ranks of older attempts that nobody has written to since then: they were killed."""
+    folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
+    if folder is None:
+        return
+    newest_s: dict[str, float] = defaultdict(float)
+    for info in run.storage.list(run.layout.all_unreported):
+        if unreported_attempt(run.layout, info.key) < newest_attempt:
+            name = info.key.removeprefix(run.layout.all_unreported).partition("/")[0]
+            newest_s[name] = max(newest_s[name], info.modified_s)
+    for name, modified_s in newest_s.items():
+        if modified_s < before_s:  # not by keys: a function may give its files names that are none
+            with suppress(FileNotFoundError):  # another process collects garbage, too
+                (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
+    with suppress(OSError):  # it is there for those of living ranks
+        folder.rmdir()
+
+
+def _quarantined(run: Run) -> dict[str, float]:
+    """Return when each quarantined checkpoint was quarantined, by the storage's clock."""
+    return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
+
+
+def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
+    """Delete the data of those that are neither pinned nor restored, and return their ids."""
+    deleted = []
+    for checkpoint_id in sorted(expired):
+        with marked(run, [checkpoint_id]) as mark:
+            mark.renew()
+            if checkpoint_id in run.pinned() or run.exists(checkpoint_id):
+                continue
+            run.storage.delete(without_targets(run, data[checkpoint_id]))
+        deleted.append(checkpoint_id)
+        _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
+    return deleted
+
+
+def _delete_left_evaluations(run: Run, keys: Iterable[str], *, kept: Collection[str]) -> None:
+    """Delete those evaluations among `keys` whose checkpoint is gone, for example pruned while they were written."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:
+            left[evaluation[0]].append(key)
+    for checkpoint_id, attached in left.items():
+        if not run.exists(checkpoint_id):  # it may have been committed during the listing
+            run.storage.delete(attached)

@@ -1,0 +1,144 @@
+"""Deletion of checkpoints: the manifest first, the data after it; never a pinned checkpoint or one that is read."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+
+from prefect_torch.ckpt.errors import FencedError, StorageError
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.bulk import no_collection
+from prefect_torch.ckpt.runs.evaluations import hides_score
+from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
+from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_evaluations, plan
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.readers import is_read
+
+from .links import without_targets
+from .marks import DeletionMark, marked
+
+_MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
+
+
+def prune(
+    run: Run,
+    policy: RetentionPolicy,
+    *,
+    dry_run: bool,
+    in_use: tuple[str, ...],
+    up_to: str | None,
+    attempt: int | None = None,
+) -> Plan[Manifest]:
+    """Delete what `policy` drops; see `CheckpointStore.prune`.
+
+    An `attempt` that is given is the one that prunes; it deletes nothing once it is overtaken, which is looked for before the
+    first deletion and every ten minutes.
+
+    Raises:
+        FencedError: If a newer attempt than `attempt` owns the run.
+        StorageError: If a deletion failed.
+
+    """
+    listed, manifests = run.list_readable()
+    if run.memory is not None:
+        run.memory.forget_all_but([it.id for it in listed])
+    overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
+    attached = {it.id: it.evaluations for it in listed}
+    kept = (*in_use, *_with_hidden_scores(run, manifests, attached, policy))
+    pinned = run.pinned()
+    with no_collection():
+        decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=up_to, overdue=overdue)
+    if dry_run or not decided.drop:
+        return decided
+    with marked(run, (manifest.id for manifest in decided.drop)) as mark:
+        stayed = _delete_all(run, decided.drop, attached, mark, attempt)
+    return Plan(
+        keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
+        drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),
+    )
+
+
+def delete_checkpoints(run: Run, manifests: Sequence[Manifest]) -> frozenset[str]:
+    """Delete checkpoints whatever a policy would keep, and return the ids of those that stay, since they are pinned.
+
+    Raises:
+        StorageError: If some could not be deleted; a repeated call deletes these.
+
+    """
+    evaluations = {it.id: it.evaluations for it in run.listed()}
+    known = {manifest.id: evaluations.get(manifest.id, ()) for manifest in manifests}
+    with marked(run, known) as mark:
+        return frozenset(_delete_all(run, tuple(manifests), known, mark))
+
+
+def _with_hidden_scores(
+    run: Run, manifests: Iterable[Manifest], attached: dict[str, tuple[str, ...]], policy: RetentionPolicy
+) -> Iterator[str]:
+    """Yield the ids of checkpoints with an evaluation that cannot be read and may have rated them the best of all."""
+    for manifest in manifests:
+        unread = set(attached[manifest.id]) - set(manifest.evaluations)
+        if unread and hides_score(run.storage, run.layout, manifest, unread, policy.checkpoint_score_attribute):
+            yield manifest.id
+
+
+def _delete_all(
+    run: Run,
+    dropped: tuple[Manifest, ...],
+    evaluations: dict[str, tuple[str, ...]],
+    mark: DeletionMark,
+    attempt: int | None = None,
+) -> set[str]:
+    """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
+    failures: list[tuple[Manifest, Exception]] = []
+    num_done = num_in_a_row = 0
+    kept: set[str] = set()
+    pinned: frozenset[str] | None = None
+    for manifest in dropped:
+        try:
+            if mark.is_due:
+                pinned = None
+                _renew(run, mark, attempt)
+            if pinned is None:
+                pinned = run.pinned()
+            if manifest.id in pinned:
+                kept.add(manifest.id)
+            else:
+                _delete(run, manifest, evaluations[manifest.id])
+        except (StorageError, OSError) as exc:
+            failures.append((manifest, exc))
+            num_in_a_row = num_in_a_row + 1 if isinstance(exc, StorageError) else 0
+            if num_in_a_row == _MOST_IN_A_ROW:
+                break
+        else:
+            num_done, num_in_a_row = num_done + 1, 0
+    if failures:
+        manifest, first = failures[0]
+        raise StorageError(
+            f"{len(dropped) - num_done} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
+            f"{manifest.id} first: {first}; the next prune tries again"
+        ) from first
+    if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others
+        delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
+    return kept
+
+
+def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
+    """Renew the mark of a deletion, unless a newer attempt owns the run: then nothing more is deleted."""
+    if attempt is not None:
+        try:
+            check_fence(run, attempt)
+        except FencedError:
+            mark.remove()
+            raise
+    mark.renew()
+
+
+def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
+    """Delete the manifest, then the data; garbage collection deletes data later that another process reads in place."""
+    layout = run.layout
+    run.storage.delete([layout.manifest(manifest.id)])
+    if run.memory is not None:  # a listing that still shows it must not bring it back
+        run.memory.forget(manifest.id)
+    data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
+    attached = [layout.evaluation(manifest.id, name) for name in evaluations]
+    gone = [] if is_read(run.storage, data) else without_targets(run, data)
+    run.storage.delete([*gone, *attached, layout.metadata(manifest.id)])
