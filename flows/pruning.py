@@ -6,7 +6,7 @@ from typing import Annotated
 from prefect import flow
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -87,9 +87,9 @@ def _read_policies(
     for name in names:
         store = CheckpointStore.open(spec, name)
         try:
-            standing = read_standing(store)
-            if standing is not None:
-                found[name] = standing.attempt.policy
+            status = read_status(store)
+            if status is not None:
+                found[name] = status.attempt.policy
             else:
                 if must_exist:
                     store.check_begun()

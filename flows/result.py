@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
@@ -123,14 +123,14 @@ class Result:
 
         """
         store = CheckpointStore.open(storage, run)
-        standing = read_standing(store)
-        if standing is None:
+        status = read_status(store)
+        if status is None:
             store.check_begun()
             raise CheckpointCorruptError(
                 f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
                 "CheckpointStore.list() returns its checkpoints"
             )
-        attempt, outcome = standing.attempt, standing.outcome
+        attempt, outcome = status.attempt, status.outcome
         if attempt.is_sweep:
             raise ValueError(f"run {run!r} in {store.storage.url} is a sweep: read it by SweepResult.from_storage(...)")
         listed, manifests = store.list_readable()
@@ -146,7 +146,7 @@ class Result:
             attempts=attempt.number,
             error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
             errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
-            completed=standing.is_completed,
+            completed=status.is_completed,
             resumed_from=attempt.resumed_from,
             return_value=None if outcome is None else outcome.return_value,
         )

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 
 _IMPATIENT_S = 5.0
 
@@ -23,26 +23,26 @@ def is_being_trained(store: CheckpointStore) -> bool:
 
     A flow run on another machine that Prefect does not know is over once the outcome of its newest attempt is recorded.
     """
-    standing = read_standing(store)
-    if standing is None or standing.is_completed or standing.is_process_gone:
+    status = read_status(store)
+    if status is None or status.is_completed or status.is_process_gone:
         return False
-    flow_run_id = standing.attempt.owner.flow_run_id
+    flow_run_id = status.attempt.owner.flow_run_id
     try:
         ended = None if flow_run_id is None else has_ended(flow_run_id)
     except httpx.HTTPError:  # Prefect's API is unavailable; the training goes on meanwhile
         return True
-    return standing.may_be_alive if ended is None else not ended
+    return status.may_be_alive if ended is None else not ended
 
 
-def may_be_led(standing: Standing) -> bool:
+def may_be_led(status: AttemptStatus) -> bool:
     """Return whether the attempt may be under way; asks Prefect only where the storage and the machine do not show its end.
 
     Raises:
         httpx.HTTPError: If Prefect's API is unavailable.
 
     """
-    flow_run_id = standing.attempt.owner.flow_run_id
-    return standing.may_be_alive and not (flow_run_id is not None and has_ended(flow_run_id))
+    flow_run_id = status.attempt.owner.flow_run_id
+    return status.may_be_alive and not (flow_run_id is not None and has_ended(flow_run_id))
 
 
 def has_ended(flow_run_id: str) -> bool | None:

@@ -7,7 +7,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
-from prefect_torch.ckpt.runs.attempts.standing import prune_limits, read_standing
+from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
@@ -55,7 +55,7 @@ def prune_checkpoints(
     if attempt is not None:
         check_fence(store, attempt)
     else:
-        limits = prune_limits(store, read_standing(store))
+        limits = prune_limits(store, read_status(store))
         limits_up_to = [it for it in (up_to, limits.up_to) if it is not None]
         in_use, up_to = (*in_use, *limits.in_use), min(limits_up_to, default=None)
     with library_logs_in_run():

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.record_fields import decode
@@ -48,8 +48,8 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
     sweep = Run.open(trial.spec, name)
     if sweep.get_json(_marker(sweep)) is None:
         return None
-    standing = read_standing(sweep)
-    if standing is not None and standing.outcome is not None and standing.outcome.ending in _OVER:
+    status = read_status(sweep)
+    if status is not None and status.outcome is not None and status.outcome.ending in _OVER:
         return None
     return AskedDecisions(sweep, leaf, is_terminated)
 

@@ -9,7 +9,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Storage
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts
-from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
@@ -21,8 +21,8 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.tasks.rank.tracebacks import first_line
 
 
-def standing_of_start(run: Run, flow_run_id: str | None) -> Standing | None:
-    """Return the standing of a trial's newest attempt; None if this flow run has led none: it has not trained.
+def status_of_start(run: Run, flow_run_id: str | None) -> AttemptStatus | None:
+    """Return the status of a trial's newest attempt; None if this flow run has led none: it has not trained.
 
     How an earlier attempt has ended says nothing of this start: that of a paused trial was "stopped". A flow run that another
     one has overtaken has trained, and the trial ends as the newest attempt does.
@@ -32,12 +32,12 @@ def standing_of_start(run: Run, flow_run_id: str | None) -> Standing | None:
         flow_run_id: The flow run of this start; None if there is none.
 
     """
-    standing = read_standing(run)
-    if standing is None or flow_run_id is None:
+    status = read_status(run)
+    if status is None or flow_run_id is None:
         return None
-    if standing.attempt.owner.flow_run_id == flow_run_id:
-        return standing
-    return standing if any(attempt.owner.flow_run_id == flow_run_id for attempt in list_attempts(run)) else None
+    if status.attempt.owner.flow_run_id == flow_run_id:
+        return status
+    return status if any(attempt.owner.flow_run_id == flow_run_id for attempt in list_attempts(run)) else None
 
 
 def end_of(run: Run, outcome: Outcome) -> TrialEnd | None:

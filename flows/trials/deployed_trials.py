@@ -16,7 +16,7 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -27,7 +27,7 @@ from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import is_same
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import end_of, standing_of_start
+from prefect_torch.flows.sweeps.trial_storage import end_of, status_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -270,9 +270,9 @@ class DeployedTrials:
 
     def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool:
         """Return whether the flow run leads the trial's newest attempt, in a process on this machine that is gone."""
-        standing = read_standing(Run.open(self._training.storage, trial.run))
-        is_its_own = standing is not None and standing.attempt.owner.flow_run_id == str(flow_run_id)
-        return standing is not None and is_its_own and standing.is_process_gone is True
+        status = read_status(Run.open(self._training.storage, trial.run))
+        is_its_own = status is not None and status.attempt.owner.flow_run_id == str(flow_run_id)
+        return status is not None and is_its_own and status.is_process_gone is True
 
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
         """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
@@ -280,12 +280,12 @@ class DeployedTrials:
         if self._give_up_s is not None:
             return None
         run = Run.open(self._training.storage, trial.run)
-        standing, flow_run = standing_of_start(run, str(flow_run_id)), found.get(flow_run_id)
-        if standing is not None and standing.outcome is not None:
-            return end_of(run, standing.outcome)
+        status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
+        if status is not None and status.outcome is not None:
+            return end_of(run, status.outcome)
         if self._goes_on_elsewhere(trial):
             return None
-        if standing is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
+        if status is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
             said = flow_run.state.message or flow_run.state.name
             return TrialEnd("failed", f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}")
         return self._count_lost(trial.number)

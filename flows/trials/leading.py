@@ -1,7 +1,7 @@
 """The trials of a sweep, led to the end of its search: started, recorded, and deleted where better ones keep theirs."""
 
 from prefect_torch.ckpt import StorageError, StorageSpec
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
@@ -79,8 +79,8 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
             if search.trials[trial.number] is not trial:  # a decision was recorded
                 break
         if search.trials[trial.number].state == "running":
-            standing = read_standing(run)
-            end = None if standing is None or standing.outcome is None else end_of(run, standing.outcome)
+            status = read_status(run)
+            end = None if status is None or status.outcome is None else end_of(run, status.outcome)
             if end is not None and end.outcome == "completed":
                 search.end(trial.number, end)
     search.use_config()

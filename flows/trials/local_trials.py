@@ -31,7 +31,7 @@ from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
-from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, standing_of_start
+from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, status_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.rank.tracebacks import first_line
@@ -194,9 +194,9 @@ class LocalTrials:
                 "the sweep goes on when it is started again with its name"
             ) from running.error
         run = Run.open(self._training.storage, running.trial.run)
-        standing = standing_of_start(run, running.flow_run_id)
-        if standing is not None and standing.outcome is not None:
-            return end_of(run, standing.outcome)
+        status = status_of_start(run, running.flow_run_id)
+        if status is not None and status.outcome is not None:
+            return end_of(run, status.outcome)
         # Its outcome could not be stored, and is known here; or it has not trained.
         return end_of_returned(run, running.value) if running.error is None else end_of_error(running.error)
 

@@ -6,7 +6,7 @@ from prefect_torch.ckpt import RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.attempts.standing import standing_of
+from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks.liveness import may_be_led
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -78,7 +78,7 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
     owner = previous.owner
     if flow_run_id is not None and owner.flow_run_id == flow_run_id:
         return  # this flow run's own earlier try
-    if not may_be_led(standing_of(run, previous)):
+    if not may_be_led(status_of(run, previous)):
         return
     led = (
         f"sweep {run.name!r} in {run.storage.url} is led"

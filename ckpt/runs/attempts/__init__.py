@@ -1,1 +1,1 @@
-"""Who leads a run: its attempts, their claims and owners, and how they stand."""
+"""Who leads a run: its attempts, their claims and owners, and their status."""

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import click
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.ckpt.runs.metric_chunks import Chunk, read_records
@@ -33,33 +33,33 @@ class View:
     """What is stored of a run at one moment.
 
     Attributes:
-        standing: The standing of its newest attempt, or None before the first.
+        status: The status of its newest attempt, or None before the first.
         history: Its reports, oldest first.
         checkpoints: The ids of its checkpoints, oldest first.
 
     """
 
-    standing: Standing | None
+    status: AttemptStatus | None
     history: Sequence[MetricRecord]
     checkpoints: Sequence[str]
 
     @property
     def is_ended(self) -> bool:
         """Whether nothing more is to come: the newest attempt has an outcome, or its process is gone."""
-        return self.standing is not None and not self.standing.may_be_alive
+        return self.status is not None and not self.status.may_be_alive
 
     @property
     def may_begin_again(self) -> bool:
         """Whether the newest attempt failed or was interrupted, and the process that led it is not known to be gone."""
-        standing = self.standing
-        if standing is None or standing.outcome is None or standing.outcome.kind == "final":
+        status = self.status
+        if status is None or status.outcome is None or status.outcome.kind == "final":
             return False
-        return standing.outcome.ending in ("failed", "preempted") and standing.is_process_gone is not True
+        return status.outcome.ending in ("failed", "preempted") and status.is_process_gone is not True
 
     @property
     def state(self) -> str:
         """The state of the newest attempt, as `ls` names it."""
-        return "not started" if self.standing is None else self.standing.state
+        return "not started" if self.status is None else self.status.state
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Watcher:
     def look(self) -> View:
         """Return the present view; costs three listings and a small read for each new object."""
         history = read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
-        return View(read_standing(self.store), history, sorted(self.store.ids()))
+        return View(read_status(self.store), history, sorted(self.store.ids()))
 
 
 @dataclass(slots=True)
@@ -89,11 +89,11 @@ class Settling:
 
     def has_ended(self, view: View) -> bool:
         """Return whether nothing more is to come after `view`, the newest one."""
-        if not view.is_ended or view.standing is None:
+        if not view.is_ended or view.status is None:
             return False
         if not view.may_begin_again:
             return True
-        number, now_s = view.standing.attempt.number, time.monotonic()
+        number, now_s = view.status.attempt.number, time.monotonic()
         if self._ended is None or self._ended[0] != number:
             self._ended = number, now_s
         return now_s - self._ended[1] >= self.settle_s
@@ -151,7 +151,7 @@ def news(before: View, now: View) -> Iterator[str]:
         yield f"attempt {record.attempt}, step {record.step}: {_values(record)}"
     for checkpoint_id in sorted(set(now.checkpoints) - set(before.checkpoints)):
         yield f"checkpoint {checkpoint_id}"
-    attempts = [None if view.standing is None else view.standing.attempt.number for view in (before, now)]
+    attempts = [None if view.status is None else view.status.attempt.number for view in (before, now)]
     if (attempts[0], before.state) != (attempts[1], now.state):
         again = "; it may begin again" if now.may_begin_again else ""
         yield now.state if attempts[1] is None else f"attempt {attempts[1]} is {now.state}{again}"
@@ -172,8 +172,8 @@ def _picture(run: str, view: View, width: int) -> Table:
 def _headline(run: str, view: View) -> Text:
     attempt = (
         ""
-        if view.standing is None
-        else f", attempt {view.standing.attempt.number}, {show_count(view.standing.attempt.world_size, 'rank')}"
+        if view.status is None
+        else f", attempt {view.status.attempt.number}, {show_count(view.status.attempt.world_size, 'rank')}"
     )
     again = " (may begin again)" if view.may_begin_again else ""
     state = (view.state, RUN_STYLES.get(view.state, ""))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Storage
-from prefect_torch.ckpt.runs.attempts.standing import prune_limits, read_standing
+from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.text import show_age, show_bytes
@@ -95,11 +95,11 @@ def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:
 
 
 def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
-    standing = read_standing(store)
-    policy = policy_of(None if standing is None else standing.attempt)
+    status = read_status(store)
+    policy = policy_of(None if status is None else status.attempt)
     manifests = store.list()
     pinned = store.pinned()
-    limits = prune_limits(store, standing)
+    limits = prune_limits(store, status)
     kept = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
-from prefect_torch.ckpt.runs.attempts.standing import prune_limits, read_standing
+from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes, show_count
@@ -72,9 +72,9 @@ def prune(
       drop: a list of id, step, bytes, value
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_training(storage, run)
-    standing = read_standing(store)
-    policy = _policy(store, None if standing is None else standing.attempt, PruneOptions(keep, keep_last, every, metric, order))
-    limits = prune_limits(store, standing)
+    status = read_status(store)
+    policy = _policy(store, None if status is None else status.attempt, PruneOptions(keep, keep_last, every, metric, order))
+    limits = prune_limits(store, status)
     manifests = {manifest.id: manifest for manifest in store.list()}
     decided = store.prune(policy, dry_run=True, in_use=limits.in_use, up_to=limits.up_to)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
@@ -90,7 +90,7 @@ def prune(
     to_delete = {manifest.id for manifest in decided.drop}
     # Checkpoints committed since the question stay: they were not part of it.
     to_keep = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in to_delete)
-    limits = prune_limits(store, read_standing(store))  # a training may have begun
+    limits = prune_limits(store, read_status(store))  # a training may have begun
     deleted = store.prune(policy, in_use=(*to_keep, *limits.in_use), up_to=limits.up_to).drop
     if not as_json:
         freed_bytes = sum(manifest.total_bytes for manifest in deleted)

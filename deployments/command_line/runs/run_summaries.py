@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import read_attempt
-from prefect_torch.ckpt.runs.attempts.standing import Standing, State, standing_of
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, State, status_of
 from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.manifest import step_of
@@ -115,4 +115,4 @@ class _Seen:
         if claim is None:
             return "unknown"
         ended = stem(self.layout.outcome(claim.number)) in self.outcomes
-        return (standing_of(store, claim) if ended else Standing(claim, None)).state
+        return (status_of(store, claim) if ended else AttemptStatus(claim, None)).state

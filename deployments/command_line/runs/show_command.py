@@ -9,7 +9,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
-from prefect_torch.ckpt.runs.attempts.standing import Standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
@@ -83,7 +83,7 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
         "name": store.run,
         "path": store.path,
         "attempts": [
-            _describe_attempt(Standing(attempt, outcomes.get(attempt.number)), is_newest=attempt is attempts[-1])
+            _describe_attempt(AttemptStatus(attempt, outcomes.get(attempt.number)), is_newest=attempt is attempts[-1])
             for attempt in attempts
         ],
         "reports": len(history),
@@ -94,12 +94,12 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     }
 
 
-def _describe_attempt(standing: Standing, *, is_newest: bool) -> dict[str, Any]:
-    attempt, outcome = standing.attempt, standing.outcome
+def _describe_attempt(status: AttemptStatus, *, is_newest: bool) -> dict[str, Any]:
+    attempt, outcome = status.attempt, status.outcome
     is_over = outcome is None and not is_newest  # a newer attempt has fenced it, which the same process may lead
     return {
         "number": attempt.number,
-        "state": "lost" if is_over else standing.state,
+        "state": "lost" if is_over else status.state,
         "kind": None if outcome is None else outcome.kind,
         "error": None if outcome is None else outcome.error,
         "errors": {} if outcome is None else outcome.errors,

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 
@@ -27,8 +27,8 @@ def list_trials(store: CheckpointStore, *, as_json: bool) -> None:
 def print_sweep(store: CheckpointStore, *, as_json: bool) -> None:
     """Print how a sweep stands: its state, its best trial, all trials from the best on, and why some have ended."""
     records = SweepRecords.read(store)
-    standing = read_standing(store)
-    state = "unknown" if standing is None else standing.state
+    status = read_status(store)
+    state = "unknown" if status is None else status.state
     if as_json:
         print_json(_describe(store, records, state))
     else:

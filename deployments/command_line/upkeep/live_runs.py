@@ -2,7 +2,7 @@
 
 import click
 from prefect_torch.ckpt import RunBusyError
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
 
 ended_option = click.option(
@@ -22,12 +22,12 @@ def check_not_live(run: Run, verb: str, *, has_ended: bool) -> None:
         RunBusyError: If it is, or may be.
 
     """
-    standing = read_standing(run)
-    if standing is None or not standing.may_be_alive or (standing.state == "unknown" and has_ended):
+    status = read_status(run)
+    if status is None or not status.may_be_alive or (status.state == "unknown" and has_ended):
         return
-    owner = standing.attempt.owner
+    owner = status.attempt.owner
     where = f"process {owner.pid} on {owner.machine}"
-    if standing.state == "running":
+    if status.state == "running":
         raise RunBusyError(f"run {run.name!r} is being trained by {where}: {verb} it when that has ended")
     raise RunBusyError(
         f"run {run.name!r} was trained by {where}, and no outcome says that it has ended: if it has, {verb} with --ended"

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
-from prefect_torch.ckpt.runs.attempts.standing import Standing, read_standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -39,7 +39,7 @@ class RunRow:
 
     Attributes:
         name: Its name.
-        standing: Its newest attempt.
+        status: Its newest attempt.
         step: The step of its last report; None without reports, or if they were not read.
         metric: The score, or the first metric that is a number; None without one.
         best: The best value of the score, or the last of another metric.
@@ -49,7 +49,7 @@ class RunRow:
     """
 
     name: str
-    standing: Standing
+    status: AttemptStatus
     step: int | None = None
     metric: str | None = None
     best: float | None = None
@@ -104,8 +104,8 @@ def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic)
     """
     names = list(list_runs(storage))
     stores = [CheckpointStore.open(storage, name) for name in names[-_MAX_RUNS:]]
-    found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _standing), strict=True) if it is not None]
-    found.sort(key=lambda row: row.standing.attempt.claimed_at, reverse=True)
+    found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _status), strict=True) if it is not None]
+    found.sort(key=lambda row: row.status.attempt.claimed_at, reverse=True)
     read = partial(_with_metrics, storage, clock() + _LONGEST_S, clock)
     return read_all(found[:_MAX_ROWS], read), len(names) - len(found[:_MAX_ROWS])
 
@@ -132,9 +132,9 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
     ])  # fmt: skip
 
 
-def _standing(store: CheckpointStore) -> Standing | None:
+def _status(store: CheckpointStore) -> AttemptStatus | None:
     try:
-        return read_standing(store)
+        return read_status(store)
     except CheckpointError:  # made by a newer version, or damaged: the other runs are shown
         return None
 
@@ -146,7 +146,7 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
     history = [record for record in read_history(store) if not record.is_logged]
     if not history:
         return _as_sweep(store, row)
-    policy = row.standing.attempt.policy
+    policy = row.status.attempt.policy
     name = policy.checkpoint_score_attribute or next((key for key, _ in numbers_in(history[-1].metrics)), None)
     by_step = {} if name is None else {record.step: value for record, value in finite_values(history, name)}
     points = sorted(by_step.items())  # what was trained again has replaced what was lost
@@ -155,7 +155,7 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
     if points:
         values = [value for _, value in points]
         best = values[-1] if policy.checkpoint_score_attribute is None else choose(values)
-    return RunRow(row.name, row.standing, history[-1].step, name, best, tuple(points))
+    return RunRow(row.name, row.status, history[-1].step, name, best, tuple(points))
 
 
 def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
@@ -171,9 +171,9 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
 
 
 def _cells(row: RunRow) -> Iterator[str]:
-    attempt, led_by = row.standing.attempt, row.standing.attempt.owner.flow_run_id
+    attempt, led_by = row.status.attempt, row.status.attempt.owner.flow_run_id
     yield f"[{link_text(row.name)}]({page_url('flow-run', UUID(led_by))})" if led_by else plain_text(row.name)
-    yield row.standing.state
+    yield row.status.state
     yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
     is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None
     which = "" if is_scored else " (last)"  # whether a low or a high value is better is unknown

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -54,8 +54,8 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
         StorageError: If the storage does not answer.
 
     """
-    standing = read_standing(run)
-    if standing is None:
+    status = read_status(run)
+    if status is None:
         return TrialCurve()
     history = read_history(run)
     values = {record.step: (value, seconds_of(record.reported_at)) for record, value in finite_values(history, metric)}
@@ -65,6 +65,6 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
         {step: values[step][1] for step, _ in points},
         newest_of_each(history),
         max((record.step for record in history), default=None),
-        standing.attempt.owner.flow_run_id,
-        standing.attempt.number,
+        status.attempt.owner.flow_run_id,
+        status.attempt.number,
     )

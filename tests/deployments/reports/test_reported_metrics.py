@@ -10,7 +10,7 @@ import pytest
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.attempts.standing import Standing
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.deployments.command_line.reports import watch_command
 from prefect_torch.deployments.command_line.reports.sparkline import sparkline
@@ -138,7 +138,7 @@ def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_pat
 def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, lives, waits, monkeypatch):
     process = os.getpid() if lives else 2**22 - 1
     attempt = Attempt(2, "token", replace(Owner.current(), pid=process), 1, None, 1, "2026-01-01T00:00:00+00:00")
-    view, settling = watch_command.View(Standing(attempt, outcome), (), ()), watch_command.Settling(90.0)
+    view, settling = watch_command.View(AttemptStatus(attempt, outcome), (), ()), watch_command.Settling(90.0)
     now_s = 1000.0
     monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
     assert settling.has_ended(view) is not waits

@@ -23,7 +23,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.attempts.standing import read_standing
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
@@ -172,7 +172,7 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     assert result.best.metrics == {"loss": 6}
     with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
         sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
-    assert read_standing(Run.open(run.storage, run.name)).state == "completed"  # as before
+    assert read_status(Run.open(run.storage, run.name)).state == "completed"  # as before
     fresh = run.model_copy(update={"resume": "never"})
     again = sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=fresh)
     assert [trial.config for trial in again.trials] == [{"x": 3}]
@@ -392,7 +392,7 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
     with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) have what is known"):
         SweepResult.from_storage(run.storage, run.name)
     assert [trial.config for trial in SweepResult.from_storage(run.storage, run.name, partial=True)] == [{"x": 1}, {"x": 2}]
-    assert read_standing(led).state == "failed"
+    assert read_status(led).state == "failed"
     again = run.model_copy(update={"resume": "never"})
     result = sweep("sweep_trainings:return_loss", {"x": grid([5])}, search=asked, run=again)
     assert [trial.config for trial in result.trials] == [{"x": 5}]

@@ -1,4 +1,4 @@
-"""The state of a run: its newest attempt, how that ended, whether its process is gone; and what a prune must therefore keep."""
+"""The status of a run: its newest attempt, how that ended, whether its process is gone; and what a prune therefore keeps."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -12,7 +12,7 @@ State: TypeAlias = EndState | Literal["running", "lost", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AttemptStatus:
     """The state of an attempt as its records and its machine show it; only Prefect knows more of its flow run.
 
     Attributes:
@@ -55,20 +55,20 @@ class Standing:
         return self.state in ("running", "unknown")
 
 
-def read_standing(run: Run) -> Standing | None:
-    """Return the standing of the newest attempt, or None before the first; a listing and two small reads.
+def read_status(run: Run) -> AttemptStatus | None:
+    """Return the status of the newest attempt, or None before the first; a listing and two small reads.
 
     Raises:
         UnsupportedFormatError: If a newer version made the attempt.
 
     """
     readable, newer = newest_claims(run)
-    return replace(standing_of(run, readable[0]), is_newest=not newer) if readable else None
+    return replace(status_of(run, readable[0]), is_newest=not newer) if readable else None
 
 
-def standing_of(run: Run, attempt: Attempt) -> Standing:
-    """Return the standing of `attempt`; one small read."""
-    return Standing(attempt, read_outcome(run, attempt.number))
+def status_of(run: Run, attempt: Attempt) -> AttemptStatus:
+    """Return the status of `attempt`; one small read."""
+    return AttemptStatus(attempt, read_outcome(run, attempt.number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class PruneLimits:
     up_to: str | None = None
 
 
-def prune_limits(run: Run, standing: Standing | None) -> PruneLimits:
+def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
     """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
 
     An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
     unstored. So does a newer attempt whose claim cannot be read. One that has ended before its work was done may have failed to
     store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history.
     """
-    if standing is None or (standing.is_done and standing.is_newest):
+    if status is None or (status.is_done and status.is_newest):
         return PruneLimits()
-    restored = standing.attempt.restored_id if standing.outcome is None else None
+    restored = status.attempt.restored_id if status.outcome is None else None
     return PruneLimits(() if restored is None else (restored,), newest_recorded(run))
