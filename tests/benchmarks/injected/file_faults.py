@@ -219,9 +219,9 @@ def _step():
     while frame is not None:
         seen |= {os.path.basename(frame.f_code.co_filename), frame.f_code.co_name}
         frame = frame.f_back
-    if "pruning.py" in seen:
+    if seen & {"pruning.py", "garbage.py"}:
         return "prune"
-    return "save" if seen & {"commit.py", "history.py", "staging.py", "hint_latest", "write_outcome"} else "resume"
+    return "save" if seen & {"commit.py", "history.py", "rank_part.py", "hint_latest", "write_outcome"} else "resume"
 
 
 _watch: Watch | None = None
