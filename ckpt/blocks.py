@@ -9,10 +9,10 @@ from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt.checkpoint_store import CheckpointStore
 from prefect_torch.ckpt.storage.backends import open_spec
-from prefect_torch.ckpt.storage.blocks import FileSystemBlock, resolve_storage, spec_of
-from prefect_torch.ckpt.storage.location import normalized
 from prefect_torch.ckpt.storage.probe import StorageProbe, StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, StorageSpec
+from prefect_torch.ckpt.storage.specs.blocks import FileSystemBlock, resolve_storage, spec_of
+from prefect_torch.ckpt.storage.specs.location import normalized
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 __all__ = ["CheckpointStorage", "StorageBlock", "StorageUnfitError"]

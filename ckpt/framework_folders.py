@@ -11,7 +11,7 @@ from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import files_with_other_names, scan_files
 from prefect_torch.ckpt.reporting.api import get_checkpoint, newest_step
-from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 CHECKPOINT_NAME = "checkpoint"
 _AS_STARTED = "make it in the training function, with the environment as it is, and start it with no other launcher"

@@ -15,7 +15,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
-from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train

@@ -16,7 +16,7 @@ FOLDERS = ("ckpt", "tasks", "flows", "deployments")
 DRAWN_IN = ROOT / "docs/design.md"
 # What may import torch at all, and prefect: a wing each, by what it is for.
 IMPORT_TORCH = ("ckpt.state", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate", "tasks", "flows", "deployments")
-IMPORT_PREFECT = ("ckpt.blocks", "ckpt.storage.blocks", "tasks", "flows", "deployments")
+IMPORT_PREFECT = ("ckpt.blocks", "ckpt.storage.specs.blocks", "tasks", "flows", "deployments")
 NEVER_PREFECT = ("tasks.rank", "tasks.prepare")
 FRAMEWORKS = ("ckpt.accelerate", "ckpt.lightning", "ckpt.transformers")
 _WING = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)*")

@@ -60,5 +60,5 @@ def test_prefect_finds_the_block_without_an_import_of_ours_and_without_torch():
     assert loaded["prefect_torch"] is prefect_torch
     program = "from prefect.blocks.core import Block; print(Block.get_block_class_from_key('checkpoint-storage'))"
     found = loaded_by(program)
-    assert found >= {"prefect_torch.ckpt.blocks", "prefect_torch.ckpt.storage.blocks"}
+    assert found >= {"prefect_torch.ckpt.blocks", "prefect_torch.ckpt.storage.specs.blocks"}
     assert "torch" not in found

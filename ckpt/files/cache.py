@@ -17,9 +17,9 @@ from prefect_torch.ckpt.files.folder import downloads_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
+from prefect_torch.ckpt.storage.machine.scratch import is_of_earlier_boot, own_mark
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
-from prefect_torch.ckpt.storage.scratch import is_of_earlier_boot, own_mark
 
 _State: TypeAlias = tuple[Path, int, int, int, int]
 _MAX_CONTENTS = 4096

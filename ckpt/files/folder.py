@@ -16,9 +16,9 @@ from typing import Any
 from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordError
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.machine.scratch import make_scratch, remove_scratch
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.records import check_depth, parse
-from prefect_torch.ckpt.storage.scratch import make_scratch, remove_scratch
 
 USER_METADATA_FILE = ".metadata.json"
 _LARGE_BYTES = 2**20  # larger files are stored one by one

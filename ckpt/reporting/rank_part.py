@@ -15,9 +15,9 @@ from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.machine.scratch import remove_scratch
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
-from prefect_torch.ckpt.storage.scratch import remove_scratch
 
 from .agreement import Agreement
 from .rank_report import Report

@@ -25,7 +25,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.staging import spare_memory
-from prefect_torch.ckpt.storage.scratch import kernel_id, scratch_folder
+from prefect_torch.ckpt.storage.machine.scratch import kernel_id, scratch_folder
 
 from .agreement import Intent, Upload
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .location import OBJECT_STORES, URL
+from prefect_torch.ckpt.storage.specs.location import OBJECT_STORES, URL
+
 from .protocol import Storage, StorageSpec
 
 Renew = Callable[[bytes], Mapping[str, str]]

@@ -6,9 +6,9 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeAlias, TypeGuard
 
-from .backends import open_spec
-from .location import normalized, parse_location
-from .protocol import Storage, StorageSpec
+from prefect_torch.ckpt.storage.backends import open_spec
+from prefect_torch.ckpt.storage.protocol import Storage, StorageSpec
+from prefect_torch.ckpt.storage.specs.location import normalized, parse_location
 
 StorageLike: TypeAlias = "str | PathLike[str] | StorageSpec | Storage | Any"
 
@@ -28,7 +28,10 @@ def parse_storage(storage: StorageLike) -> StorageSpec:
         return normalized(storage)
     if isinstance(storage, (str, PathLike)) and (spec := parse_location(storage)) is not None:
         return spec
-    from .blocks import credential_source_of, resolve_storage  # noqa: PLC0415 - the one module here that imports prefect
+    from prefect_torch.ckpt.storage.specs.blocks import (  # noqa: PLC0415 - it imports prefect, and nothing else here does
+        credential_source_of,
+        resolve_storage,
+    )
 
     return replace(normalized(resolve_storage(storage)), credential_source=credential_source_of(storage))
 

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointError, StorageError
 from prefect_torch.ckpt.storage.object_store.listing import ServerOrder
+from prefect_torch.ckpt.storage.specs.location import is_bucket
 
-from .location import is_bucket
 from .protocol import Storage
 from .retry import ClockSkewError
 

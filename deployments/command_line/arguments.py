@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 from prefect_torch.ckpt import Storage, StorageError
-from prefect_torch.ckpt.storage.location import is_block_slug
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
+from prefect_torch.ckpt.storage.specs.location import is_block_slug
 
 storage_argument = click.argument("storage", metavar="STORAGE")
 run_argument = click.argument("run", metavar="RUN")

@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
 from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.location import is_block_slug
+from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import show_number

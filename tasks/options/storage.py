@@ -10,10 +10,10 @@ from typing import Annotated, Any
 from prefect.blocks.core import Block
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import StorageBlock
-from prefect_torch.ckpt.storage.blocks import KINDS_OF_BLOCKS
-from prefect_torch.ckpt.storage.cloud_blocks import is_cloud_block
-from prefect_torch.ckpt.storage.location import URL, URL_WITH_LOGIN, is_block_slug, refuse_password
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
+from prefect_torch.ckpt.storage.specs.blocks import KINDS_OF_BLOCKS
+from prefect_torch.ckpt.storage.specs.cloud_blocks import is_cloud_block
+from prefect_torch.ckpt.storage.specs.location import URL, URL_WITH_LOGIN, is_block_slug, refuse_password
 from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
 from pydantic.json_schema import SkipJsonSchema
 

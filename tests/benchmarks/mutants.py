@@ -212,7 +212,7 @@ MUTANTS = [
         ("token = _retries_end.set(event)", "token = _retries_end.set(threading.Event())"),
     ),
     *mutants_of(
-        "ckpt/storage/cloud_blocks.py",
+        "ckpt/storage/specs/cloud_blocks.py",
         "tests/ckpt/storage/test_cloud_specs.py",
         ('.lstrip("?")', ""),
         ('fields.get("defaultendpointsprotocol", "https")', '"http"'),

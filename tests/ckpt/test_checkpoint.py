@@ -28,8 +28,8 @@ from prefect_torch.ckpt.files.selection import choose_in_folder
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
-from prefect_torch.ckpt.storage import scratch
 from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.machine import scratch
 from ranks import Attempt, folder, read_files
 
 

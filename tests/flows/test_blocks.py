@@ -22,9 +22,9 @@ from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.backends import open_spec
-from prefect_torch.ckpt.storage.blocks import resolve_storage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.specs.blocks import resolve_storage
 from prefect_torch.deployments import deploy, plan_deployment
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster

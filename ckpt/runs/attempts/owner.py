@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from prefect_torch.ckpt.runs.record_fields import Count, Within
-from prefect_torch.ckpt.storage.process_ids import is_alive
+from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from prefect_torch.ckpt.storage.anonymous_memory import anonymous_memory
+from prefect_torch.ckpt.storage.machine.anonymous_memory import anonymous_memory
 
 REGISTRATION_BYTES = 2**30  # of one call to the driver, which holds up the training's kernel launches meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs of this process

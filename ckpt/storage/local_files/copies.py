@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
-from prefect_torch.ckpt.storage.anonymous_memory import anonymous_memory
 from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, RunningDigest, copy_and_digest, split, write_all
+from prefect_torch.ckpt.storage.machine.anonymous_memory import anonymous_memory
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .direct_io import ALIGNED_BYTES, write_direct

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from .mounts import filesystem_of
+from prefect_torch.ckpt.storage.machine.mounts import filesystem_of
+
 from .root_folder import Way
 
 # syncfs() waits for the disk and reports failed writes on these alone: FUSE does not pass it on, network filesystems and

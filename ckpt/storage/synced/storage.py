@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.ckpt.storage.process_ids import is_alive
+from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
 from .late_uploads import LateUploads

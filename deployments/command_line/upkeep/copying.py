@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest, Storage
 from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.scratch import scratch_folder
 
 
 @dataclass(frozen=True, slots=True)

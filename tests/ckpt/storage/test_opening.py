@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.ckpt.storage.location import is_block_slug, parse_location
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.ckpt.storage.specs.location import is_block_slug, parse_location
 
 
 @pytest.mark.parametrize("storage", ["./ck", "ck", Path("ck"), "ck/"])

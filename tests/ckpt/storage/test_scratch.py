@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prefect_torch.ckpt.storage import scratch
-from prefect_torch.ckpt.storage.local_files import mounts
-from prefect_torch.ckpt.storage.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+from prefect_torch.ckpt.storage.machine import mounts, scratch
+from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 MAKE = """
 import sys
 from pathlib import Path
-from prefect_torch.ckpt.storage.scratch import make_scratch
+from prefect_torch.ckpt.storage.machine.scratch import make_scratch
 print(make_scratch(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """

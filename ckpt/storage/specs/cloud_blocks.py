@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .protocol import StorageSpec
+from prefect_torch.ckpt.storage.protocol import StorageSpec
 
 _GCS, _AZURE = "gcs-bucket", "azure-blob-storage-container"
 

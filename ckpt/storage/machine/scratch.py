@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
-from prefect_torch.ckpt.storage.local_files.mounts import filesystem_of
+
+from .mounts import filesystem_of
 
 _PREFIX = ".prefect-torch-scratch-"
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from urllib.parse import unquote
 
-from .protocol import StorageSpec
+from prefect_torch.ckpt.storage.protocol import StorageSpec
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
 OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # their URLs hold container@account

@@ -11,10 +11,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
+from prefect_torch.ckpt.storage.protocol import StorageSpec
 
 from .cloud_blocks import cloud_spec, is_cloud_block
 from .location import BLOCK_SLUGS, is_block_slug, parse_location
-from .protocol import StorageSpec
 
 KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
 # Options of s3fs by which it signs, encrypts or pays otherwise.

@@ -1,0 +1,1 @@
+"""What this machine has, whatever the storage: scratch directories, memory, processes and mounts."""
