@@ -95,7 +95,13 @@ class CheckpointStorage(Block):
         return CheckpointStore.open(self, run)
 
     def spec(self) -> StorageSpec:
-        """Return the specification with which a process opens this storage."""
+        """Return the specification with which a process opens this storage.
+
+        Raises:
+            ValueError: If the location is invalid, checkpoints cannot be stored with the file system, or the password has no
+                place in either.
+
+        """
         if self.file_system is None:
             spec = spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())

@@ -77,7 +77,12 @@ def make_resumer(trained: str) -> RunnerDeployment:
 def resume_by(
     resumer: RunnerDeployment, trained: DeploymentResponse, max_restarts: int, within: timedelta | float | None
 ) -> Automation:
-    """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`."""
+    """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`.
+
+    Raises:
+        ValueError: If `max_restarts` is less than 0, or `within` is too short.
+
+    """
     if max_restarts < 0:
         raise ValueError(f"max_restarts={max_restarts}: give 0 or more")
     silent = _silence(within)

@@ -23,7 +23,12 @@ _MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyon
 
 
 def new_id(attempt: int, step: int) -> str:
-    """Return a new checkpoint id; ids sort as (attempt, step) and are never reused."""
+    """Return a new checkpoint id; ids sort as (attempt, step) and are never reused.
+
+    Raises:
+        ValueError: If an id has no room for the step or the attempt.
+
+    """
     if not 0 <= step <= MAX_STEP:
         raise ValueError(f"step {step} is not within 0 and {MAX_STEP}")
     if not 1 <= attempt <= MAX_ATTEMPT:

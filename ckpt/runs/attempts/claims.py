@@ -51,6 +51,8 @@ def claim_attempt(
 
     Raises:
         UnsupportedFormatError: If a newer version began the run.
+        StorageError: If the storage fails, or does not list the claim that it has just stored.
+        CheckpointError: If the run has as many attempts as there are numbers.
 
     """
     run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")

@@ -96,7 +96,12 @@ def _absolute(path: str) -> str:
 
 
 def normalized(spec: StorageSpec) -> StorageSpec:
-    """Return `spec` with a lower-case scheme and no trailing slash."""
+    """Return `spec` with a lower-case scheme and no trailing slash.
+
+    Raises:
+        ValueError: If it is a URL that cannot be written to, names no bucket, or shows a password.
+
+    """
     match = URL.match(spec.url)
     if match is None:
         return spec

@@ -76,7 +76,7 @@ def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage
 def open_study_storage(storage: StorageLike, name: str) -> "optuna.storages.JournalStorage":
     """Return an Optuna storage with the study "sweep", for optuna-dashboard and Optuna's plots.
 
-    It follows the sweep, and cannot be changed.
+    It follows the sweep, and cannot be changed: each write to it raises PermissionError.
 
     Args:
         storage: The sweep's storage.

@@ -49,6 +49,10 @@ def take_device(local_rank: int) -> "torch.device":
     """Make the GPU number `local_rank` the current device of this rank, and return it once its memory is free.
 
     The driver may free the memory of a killed process seconds after the process is gone.
+
+    Raises:
+        RuntimeError: If torch finds no GPU.
+
     """
     import torch  # noqa: PLC0415 - after the environment is set
 
