@@ -7,8 +7,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
-from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.tasks.options.storage import configured_storage

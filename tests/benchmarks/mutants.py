@@ -83,12 +83,16 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/attempts/status.py",
         "tests/ckpt/runs/attempts/test_status.py",
+        ('"unknown" if is_gone is None else "lost"', '"lost" if is_gone is None else "lost"'),
+        ('return self.state in ("running", "unknown")', 'return self.state == "running"'),
+    ),
+    *mutants_of(
+        "ckpt/runs/deletion/limits.py",
+        "tests/ckpt/runs/test_prune_limits.py",
         ("if status is None or (status.is_done and status.is_newest):", "if status is None:"),
         ("status.is_done and status.is_newest)", "status.is_done)"),
         ("if status.outcome is None else None", ""),
         ("PruneLimits(() if restored is None else (restored,), newest_recorded(run))", "PruneLimits((), newest_recorded(run))"),
-        ('"unknown" if is_gone is None else "lost"', '"lost" if is_gone is None else "lost"'),
-        ('return self.state in ("running", "unknown")', 'return self.state == "running"'),
     ),
     *mutants_of(
         "ckpt/runs/deletion/garbage.py",

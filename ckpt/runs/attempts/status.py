@@ -1,9 +1,8 @@
-"""The status of a run: its newest attempt, how that ended, whether its process is gone; and what a prune therefore keeps."""
+"""The status of a run: its newest attempt, how that ended, and whether its process is gone."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from prefect_torch.ckpt.runs.history import newest_recorded
 from prefect_torch.ckpt.runs.run import Run
 
 from .attempt import Attempt, EndState, Outcome, newest_claims, read_outcome
@@ -69,31 +68,3 @@ def read_status(run: Run) -> AttemptStatus | None:
 def status_of(run: Run, attempt: Attempt) -> AttemptStatus:
     """Return the status of `attempt`; one small read."""
     return AttemptStatus(attempt, read_outcome(run, attempt.number))
-
-
-@dataclass(frozen=True, slots=True)
-class PruneLimits:
-    """Checkpoints that may not be deleted, whatever a policy decides.
-
-    Attributes:
-        in_use: The ids that ranks restore.
-        up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
-            None for no such limit.
-
-    """
-
-    in_use: tuple[str, ...] = ()
-    up_to: str | None = None
-
-
-def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
-    """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
-
-    An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
-    unstored. So does a newer attempt whose claim cannot be read. One that has ended before its work was done may have failed to
-    store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history.
-    """
-    if status is None or (status.is_done and status.is_newest):
-        return PruneLimits()
-    restored = status.attempt.restored_id if status.outcome is None else None
-    return PruneLimits(() if restored is None else (restored,), newest_recorded(run))

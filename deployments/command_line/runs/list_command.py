@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Storage
-from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
+from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.text import show_age, show_bytes

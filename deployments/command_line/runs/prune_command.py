@@ -8,7 +8,8 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
-from prefect_torch.ckpt.runs.attempts.status import prune_limits, read_status
+from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes, show_count

@@ -2,12 +2,11 @@ from dataclasses import replace
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.attempts.status import PruneLimits, prune_limits, read_status
+from prefect_torch.ckpt.runs.attempts.status import read_status
 
-CHECKPOINT = "000001-00000002-08df6443"
 HERE = Owner.current()
 OWNERS = {"running": HERE, "lost": replace(HERE, started=0), "unknown": replace(HERE, host="elsewhere/boot")}
 
@@ -17,9 +16,8 @@ def store(tmp_path):
     return CheckpointStore.open(tmp_path, "run")
 
 
-def test_a_run_without_an_attempt_has_no_status_and_no_limits(store):
+def test_a_run_without_an_attempt_has_no_status(store):
     assert read_status(store) is None
-    assert prune_limits(store, None) == PruneLimits()
 
 
 @pytest.mark.parametrize("state", OWNERS)
@@ -44,22 +42,3 @@ def test_the_newest_attempt_counts(store):
     write_outcome(store, Outcome(1, "completed"))
     claim_attempt(store, HERE, world_size=1)
     assert (read_status(store).attempt.number, read_status(store).state) == (2, "running")
-
-
-@pytest.mark.parametrize("owner", OWNERS.values(), ids=OWNERS)
-def test_a_prune_is_limited_until_all_reports_are_stored_for_certain(store, owner):
-    record_resumed_from(store, claim_attempt(store, owner, world_size=1), f"{store.path}/checkpoints/{CHECKPOINT}")
-    assert prune_limits(store, read_status(store)) == PruneLimits((CHECKPOINT,), up_to="")
-    write_outcome(store, Outcome(1, "preempted"))  # the last ones may have failed to be stored
-    assert prune_limits(store, read_status(store)) == PruneLimits(up_to="")
-    for ending in ("completed", "stopped"):
-        write_outcome(store, Outcome(1, ending))
-        assert prune_limits(store, read_status(store)) == PruneLimits()
-
-
-def test_a_prune_is_limited_where_a_newer_claim_cannot_be_read(store):
-    claim_attempt(store, HERE, world_size=1)
-    write_outcome(store, Outcome(1, "completed"))
-    torn = claim_attempt(store, HERE, world_size=1)
-    store.storage.put_bytes(store.layout.attempt(torn.number, torn.token), b"{")
-    assert prune_limits(store, read_status(store)) == PruneLimits(up_to="")
