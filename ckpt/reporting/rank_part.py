@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: staged, so that the training may change what it reported; stored; and told to rank 0."""
+"""One rank's part of a checkpoint: staged, so that the training may go on; stored; and described to rank 0."""
 
 import json
 import os
