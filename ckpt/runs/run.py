@@ -26,6 +26,7 @@ from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storag
 from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.storage.records import parse
+from prefect_torch.ckpt.storage.sizes import find_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -123,11 +124,7 @@ class Run:
 
     def exists(self, checkpoint_id: str) -> bool:
         """Return whether `checkpoint_id` is committed; one small request for the manifest, right where a listing lags."""
-        try:
-            self.storage.size(self.layout.manifest(checkpoint_id))
-        except FileNotFoundError:
-            return False
-        return True
+        return find_size(self.storage, self.layout.manifest(checkpoint_id)) is not None
 
     def keys(self, prefix: str) -> list[str]:
         """Return the keys below `prefix`, each once and sorted, in whatever order the storage lists them.

@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.record_fields import Count, decode
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.sizes import find_size
 
 from .owner import Owner
 
@@ -173,7 +174,7 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
         if attempt is not None:
             readable.append(attempt)
             number = attempt_number(key)
-        elif _is_there(run, key):  # else it was withdrawn
+        elif find_size(run.storage, key) is not None:  # else it was withdrawn
             unreadable.append(key)
     return readable, unreadable
 
@@ -211,11 +212,3 @@ def read_outcome(run: Run, attempt: int) -> Outcome | None:
 def _read_outcome(run: Run, key: str) -> Outcome | None:
     # An attempt without a readable outcome counts as possibly alive, which protects its files; its failure kind is unknown.
     return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
-
-
-def _is_there(run: Run, key: str) -> bool:
-    try:
-        run.storage.size(key)
-    except FileNotFoundError:
-        return False
-    return True

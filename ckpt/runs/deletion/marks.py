@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
@@ -88,9 +89,7 @@ def remove_stale_marks(run: Run, now_s: float) -> None:
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:
     """Return the ids of a mark: none if it was removed since, `unreadable` if it is torn, as it may hold any."""
-    try:
-        run.storage.size(key)
-    except FileNotFoundError:
+    if find_size(run.storage, key) is None:
         return ()
     found = (run.get_json(key) or {}).get("checkpoints")
     return found if isinstance(found, list) else unreadable

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
@@ -77,9 +78,7 @@ def _list_runs(storage: str, as_json: bool) -> None:
 
 def _without_runs(opened: Storage) -> str:
     storage, _, name = opened.url.rpartition("/")
-    try:
-        opened.size(Layout(name).run_info.removeprefix(f"{name}/"))
-    except FileNotFoundError:
+    if find_size(opened, Layout(name).run_info.removeprefix(f"{name}/")) is None:
         return f"no runs in {opened.url}"
     return f"no runs in {opened.url}, which is run {name!r} itself: prefect-torch ls {storage} {name}"
 

@@ -9,6 +9,7 @@ from prefect_torch.ckpt.runs.layout import Layout, is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
@@ -28,11 +29,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 
 def is_sweep(store: CheckpointStore) -> bool:
     """Return whether a run is a sweep, whose trials are runs of their own; one request."""
-    try:
-        store.storage.size(store.layout.sweep)
-    except FileNotFoundError:
-        return False
-    return True
+    return find_size(store.storage, store.layout.sweep) is not None
 
 
 def trials_of(sweep: CheckpointStore) -> list[CheckpointStore]:
