@@ -3,7 +3,6 @@
 import atexit
 import importlib
 import os
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -11,20 +10,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import requires, version
-from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import prefect
 from packaging.requirements import Requirement
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .embedded_database import migrated_by_one, newer_database
 from .settings import settings_with, using
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ if not os.read(0, 1):
         os.kill(int(sys.argv[1]), signal.SIGTERM)
 """
 _POLL_S = 1.0
-_MIGRATIONS = "server/database/_migrations/versions/sqlite"  # of Prefect: a file for each revision
 _STARTUP_TIMEOUT_S = 60
 _MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
 _RESTART_PERIOD_S = 600.0
@@ -186,27 +184,6 @@ def unusable_home() -> tuple[str, str] | None:
     return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
 
 
-def newer_database() -> tuple[str, str] | None:
-    """Return that a newer Prefect has used the database in Prefect's home directory, and the advice; None if none has.
-
-    Environments of one user share that directory. What Prefect has no revision of, it cannot migrate.
-    """
-    settings = get_current_settings()
-    database, url = settings.home.absolute() / "prefect.db", settings.server.database.connection_url
-    if url is None or not url.get_secret_value().endswith(str(database)):
-        return None
-    try:
-        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
-            found = [str(row[0]) for row in connection.execute("SELECT version_num FROM alembic_version")]
-    except sqlite3.Error:  # there is none yet
-        return None
-    migrations = [path.read_text() for path in (Path(prefect.__file__).parent / _MIGRATIONS).glob("*.py")]
-    if not migrations or all(any(revision in source for source in migrations) for revision in found):
-        return None
-    why = f"{database} was used by a newer Prefect than {version('prefect')}, whose server cannot read it any longer"
-    return why, "set PREFECT_HOME to another directory in this environment, upgrade prefect, or set PREFECT_API_URL"
-
-
 def _embedded_servers() -> "set[SubprocessASGIServer]":
     module = sys.modules.get(_SERVER_MODULE)
     return set() if module is None else set(module.SubprocessASGIServer._instances.values())  # noqa: SLF001 - Prefect offers no other way
@@ -228,14 +205,17 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
     python, _, *module = args  # python -m uvicorn ...
     lifeline, own_end = os.pipe()
     try:
-        process = subprocess.Popen(
-            [python, "-c", _TIED, str(lifeline), *module],
-            env=env,
-            pass_fds=[lifeline],
-            # A terminal sends Ctrl-C to this process's session; without the server, the final state could not be recorded.
-            start_new_session=True,
+        process = migrated_by_one(
+            partial(
+                subprocess.Popen,
+                [python, "-c", _TIED, str(lifeline), *module],
+                env=env,
+                pass_fds=[lifeline],
+                # A terminal sends Ctrl-C to this process's session; without the server, the final state could not be recorded.
+                start_new_session=True,
+            )
         )
-    except OSError:
+    except BaseException:
         os.close(own_end)
         raise
     finally:

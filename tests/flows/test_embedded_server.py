@@ -17,7 +17,8 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_torch.flows.prefect_api import embedded_server
-from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, newer_database, unusable_home
+from prefect_torch.flows.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
+from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
 from prefect_torch.flows.prefect_api.settings import using
 from prefect_torch.flows.short_tracebacks import short_tracebacks
 
@@ -62,6 +63,42 @@ def test_no_server_is_started_on_the_database_of_a_newer_prefect(tmp_path):
                     _start_tied([sys.executable, "-m", "nothing"], {})
             with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: "postgresql+asyncpg://host/prefect"}):
                 assert newer_database() is None
+
+
+def test_the_tables_of_a_new_database_are_made_by_one_server_at_a_time(tmp_path):
+    """Of several flows that begin with a new home directory, some failed: "table ... already exists"."""
+    servers, has_begun = [], threading.Event()
+
+    def start():
+        servers.append(subprocess.Popen(["sleep", "600"]))
+        has_begun.set()
+        return servers[-1]
+
+    def start_another():
+        with temporary_settings({PREFECT_HOME: tmp_path}):
+            migrated_by_one(start)
+
+    try:
+        for ends_by in ("its own end", "its tables"):
+            has_begun.clear()
+            other = threading.Thread(target=start_another)
+            if not servers:
+                start_another()
+                has_begun.clear()
+            other.start()
+            assert not has_begun.wait(0.5), ends_by
+            if ends_by == "its own end":
+                servers[-1].kill()
+            else:
+                with closing(sqlite3.connect(tmp_path / "prefect.db")) as connection, connection:
+                    connection.execute("CREATE TABLE alembic_version (version_num)")
+                    connection.execute("INSERT INTO alembic_version VALUES (?)", [_newest_revision()])
+            assert has_begun.wait(60), ends_by
+            other.join()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
 
 
 def test_a_service_of_the_server_that_fails_and_is_tried_again_is_one_line(tmp_path, capfd):
