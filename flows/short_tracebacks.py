@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.flows.prefect_api.final_state import call_for_result
+from prefect_torch.flows.prefect_api.settings import without_empty_url
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, shorten, user_traceback
@@ -114,7 +115,7 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))
             try:
-                with large_parameters_explained(), long_startup_timeout():
+                with large_parameters_explained(), without_empty_url(), long_startup_timeout():
                     return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None

@@ -15,6 +15,7 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
+from prefect_torch.flows import short_tracebacks, train
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.outage import _RETRIES, _defaults
 from prefect_torch.flows.prefect_api.settings import settings_with, using, without_retries
@@ -44,6 +45,14 @@ def test_changed_settings_do_not_read_the_environment_again(monkeypatch):
         with using(settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})):
             assert get_current_settings().client.retry_jitter_factor != pytest.approx(0.987)
             assert PREFECT_CLIENT_MAX_RETRIES.value() == 4
+
+
+@pytest.mark.parametrize(("url", "expected"), [("", None), (AWAY, AWAY)])
+def test_an_empty_url_of_the_api_is_none(url, expected, monkeypatch):
+    """Prefect's client starts a server then, but what sends events took it for an address: a traceback for each of them."""
+    monkeypatch.setattr(short_tracebacks, "call_for_result", lambda *_, **__: PREFECT_API_URL.value())
+    with temporary_settings({PREFECT_API_URL: url}):
+        assert train("module:function") == expected
 
 
 @pytest.mark.parametrize(
