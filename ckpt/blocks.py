@@ -103,6 +103,9 @@ class CheckpointStorage(Block):
 
         """
         if self.file_system is None:
+            if not self.location and self.model_extra:  # Prefect's blocks take any field
+                unknown, fields = ", ".join(map(repr, self.model_extra)), ", ".join(type(self).model_fields)
+                raise ValueError(f"the block has no location, and no field {unknown} that is one: its fields are {fields}")
             spec = spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
         if self.password is not None:

@@ -60,6 +60,11 @@ def test_a_block_without_a_place_says_what_to_give():
         CheckpointStorage().check()
 
 
+def test_a_block_whose_location_was_given_by_another_name_says_which_fields_there_are():
+    with pytest.raises(ValueError, match="no location, and no field 'path' that is one: its fields are location, file_sys"):
+        CheckpointStorage(path="/data").check()
+
+
 def test_refused_access_names_the_step_and_the_right(rclone):
     options = {**rclone.options(), "aws_secret_access_key": "wrong-secret"}
     with pytest.raises(StorageUnfitError) as caught:
