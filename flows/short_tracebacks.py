@@ -1,5 +1,6 @@
 """Failures that fit on a screen: what Prefect logs and raises, without frames that say nothing to a user."""
 
+import asyncio
 import inspect
 import logging
 import re
@@ -126,7 +127,7 @@ class ShortTracebackFlow(Flow[P, R]):
                 shorten(whole)
                 show_short(whole)
                 raise whole from whole.__cause__
-            except KeyboardInterrupt as exc:
+            except (KeyboardInterrupt, asyncio.CancelledError) as exc:  # the latter of a timeout, say, of the caller's task
                 shorten(exc)
                 show_short(exc)
                 raise exc from None

@@ -6,15 +6,18 @@ import re
 import subprocess
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 
 import pytest
 from forked_programs import run_program
 from prefect import flow
+from prefect._internal.concurrency.cancellation import CancelledError
 from prefect.exceptions import ParameterBindError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect_servers import rows, wait_until
+from prefect_torch.flows import short_tracebacks as module
 from prefect_torch.flows import train
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.flows.short_tracebacks import ShortTracebacks, short_tracebacks
@@ -201,6 +204,21 @@ def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_traceb
     )
     assert ShortTracebacks().filter(record)
     assert record.exc_info is raised
+
+
+def test_a_timeout_of_the_caller_s_task_shows_the_frames_of_the_caller(monkeypatch):
+    """Prefect logs it with all frames, and raises it to the flow, and prints it: three times seventy lines."""
+
+    def interrupted(*_args, **_options):
+        raise CancelledError
+
+    monkeypatch.setattr(module, "call_for_result", interrupted)
+    with pytest.raises(CancelledError) as caught:
+        train("module:function")
+    assert [Path(frame.filename).name for frame in traceback.extract_tb(caught.tb)] == [
+        Path(__file__).name,
+        "short_tracebacks.py",
+    ]
 
 
 def test_a_training_under_another_flow_name_logs_no_more_than_under_its_own():
