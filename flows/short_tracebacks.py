@@ -24,6 +24,7 @@ from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
 from .leading import set_terminated_state
 from .monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals, show_short
+from .submitted_call import terminated_with_caller
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,7 +117,7 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = _is_called.set(not kwargs.get("return_state", False))
             try:
-                with large_parameters_explained(), without_empty_url(), long_startup_timeout():
+                with large_parameters_explained(), without_empty_url(), long_startup_timeout(), terminated_with_caller():
                     return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None

@@ -37,6 +37,11 @@ class TerminationSwitch:
     def __init__(self) -> None:
         self.cause: BaseException | None = None
 
+    @staticmethod
+    def current() -> "TerminationSwitch | None":
+        """Return the switch that governs this thread; None if none does."""
+        return _switch.get()
+
     @contextmanager
     def governs(self) -> Iterator[None]:
         """Let the trainings that the body starts in this thread be terminated by this switch."""
@@ -91,7 +96,7 @@ class Termination:
         self._grace_ends_s = math.inf
         self._is_abandoned = False
         self._no_more_retries = threading.Event()
-        self._switch = _switch.get() or TerminationSwitch()
+        self._switch = TerminationSwitch.current() or TerminationSwitch()
 
     @property
     def is_requested(self) -> bool:

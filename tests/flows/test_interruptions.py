@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Pending, Running, Scheduled, Suspended
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
@@ -29,7 +31,8 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import FailureConfig, interruptions, leading, train
 from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
-from prefect_torch.tasks.gang.termination import Interruption, Termination
+from prefect_torch.flows.submitted_call import _switches_of, terminated_with_caller
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination, TerminationSwitch
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -217,3 +220,47 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     equal = begin(client, pool, "urgent", Pending(), Running())
     client.update_work_queue(queue.id, is_paused=False)
     assert find_interruption(client, equal, yields_to_urgent=True) is None
+
+
+def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrupted():
+    """Ctrl-C and SIGTERM reach the main thread alone, which then waits for the tasks: the training went on to its end."""
+    begun, has_ended, gives_up = threading.Event(), threading.Event(), threading.Event()
+
+    @task(cache_policy=NO_CACHE)
+    def train_in_thread():
+        with terminated_with_caller():
+            termination = Termination(30)
+
+            def lead():
+                begun.set()
+                while not termination.is_requested and not gives_up.wait(0.01):
+                    pass
+                has_ended.set()
+
+            termination.outlast(lead)
+
+    @flow
+    def pipeline():
+        timer = threading.Timer(60, gives_up.set)
+        timer.daemon = True
+        timer.start()
+        train_in_thread.submit()
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipeline()
+    assert has_ended.is_set()
+    assert not gives_up.is_set()
+
+
+def test_a_flow_that_does_not_wait_for_the_task_of_a_training_ends_it_only_by_an_interruption():
+    switch, runner = TerminationSwitch(), ThreadPoolTaskRunner()
+    with runner:
+        _switches_of(runner).append(switch)
+    with suppress(ValueError), runner:
+        raise ValueError("of the flow's own")
+    assert switch.cause is None
+    with suppress(KeyboardInterrupt), runner:
+        raise KeyboardInterrupt
+    assert isinstance(switch.cause, TERMINATIONS)
