@@ -1,6 +1,8 @@
 """Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, goes on later."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -19,13 +21,15 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause
+from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.states import Scheduled
 from prefect_torch.tasks.gang.termination import Interruption, Termination
 
 from .monitoring.messages import current_flow_run
 
 _POLL_S = 5.0
+# A worker or runner sends SIGTERM to a cancelled flow run within ten seconds.
+_UNHEEDED_S = 30.0
 _UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 
 
@@ -65,7 +69,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
     has_ended = threading.Event()
     with spared_from_suspension() as suspended:
 
-        def find() -> Interruption | None:
+        def find() -> TerminationSignal | None:
             if not can_begin_again:
                 return None if suspended() is None else Interruption("suspended")
             with get_client(sync_client=True) as client:
@@ -87,15 +91,19 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
             has_ended.set()
 
 
-def _watch(find: Callable[[], Interruption | None], termination: Termination, has_ended: threading.Event) -> None:
+def _watch(find: Callable[[], TerminationSignal | None], termination: Termination, has_ended: threading.Event) -> None:
+    """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
+    cancelled_s: float | None = None
     while not has_ended.wait(_POLL_S) and not termination.is_requested:
         with suppress(httpx.HTTPError, ObjectNotFound):  # looked for again
-            if (found := find()) is not None:
+            found, now_s = find(), time.monotonic()
+            cancelled_s = None if found is None else cancelled_s or now_s
+            if found is not None and (isinstance(found, Interruption) or now_s - (cancelled_s or now_s) >= _UNHEEDED_S):
                 termination.request(found)
 
 
-def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urgent: bool) -> Interruption | None:
-    """Return why a flow run is to leave its machine now; None if it may stay.
+def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urgent: bool) -> TerminationSignal | None:
+    """Return why a flow run is to leave its machine now, a plain TerminationSignal if it is cancelled; None if it may stay.
 
     Args:
         client: A client of the API that has the flow run.
@@ -106,6 +114,8 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
     state = client.read_flow_run(this.id).state
     if state is not None and state.is_paused() and state.state_details.pause_reschedule:
         return Interruption("suspended")
+    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+        return TerminationSignal(signal.SIGTERM)
     urgent = _find_urgent(client, this) if yields_to_urgent else None
     return None if urgent is None else Interruption(f"gave way to the more urgent flow run {urgent.name!r}", yields=True)
 

@@ -18,11 +18,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause
+from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Pending, Running, Scheduled, Suspended
+from prefect.states import Cancelling, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError
@@ -199,6 +199,21 @@ def test_what_prefect_cannot_say_now_is_asked_again(monkeypatch, error):
 
     interruptions._watch(find, termination, threading.Event())
     assert termination.cause.reason == "suspended"
+
+
+def test_a_cancellation_that_nobody_carries_out_ends_the_training_after_half_a_minute(client, pool, monkeypatch):
+    """Its worker may be gone: it trained on to its end, and its flow run stayed Cancelling."""
+    cancelled = begin(client, pool, "background", Pending(), Running(), Cancelling())
+    found = find_interruption(client, cancelled, yields_to_urgent=False)
+    assert type(found) is TerminationSignal
+    seen_s = {100.0: found, 120.0: found, 130.0: None, 140.0: found, 169.0: found, 170.0: found}
+    found_at, answers = iter(seen_s), iter(seen_s.values())
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.0)
+    monkeypatch.setattr(interruptions, "time", SimpleNamespace(monotonic=lambda: next(found_at)))
+    termination = Termination(30)
+    interruptions._watch(lambda: next(answers), termination, threading.Event())
+    assert termination.cause is found
+    assert next(found_at, None) is None
 
 
 def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
