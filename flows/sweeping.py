@@ -187,6 +187,7 @@ def sweep(
                 led.name,
                 partial(pin_source, storage),
             )
+            before = dict(searched.trials)
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
@@ -195,8 +196,19 @@ def sweep(
             with outlast_api_outages(), spared_from_suspension(), show_sweep(led, definition, searched, search, run_config):
                 searched.lead(claimed.number, definition.config, is_fresh=is_fresh)
                 termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
+            if before and searched.trials == before:
+                get_run_logger().warning("%s", _nothing_left(search, searched))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
+
+
+def _nothing_left(search: SearchConfig, searched: Search) -> str:
+    """Return why no trial ran, and what to give for another search: Ray's Tuner begins a new one under a name used again."""
+    spent = f"the time budget of {search.time_budget_s:g} s is used up" if searched.is_over_budget else "none was left"
+    return (
+        f"no trial ran: {spent}, so the result is that of the sweep before; another RunConfig.name begins a new sweep, "
+        "resume='never' this one again"
+    )
 
 
 @contextmanager

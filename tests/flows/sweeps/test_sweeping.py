@@ -159,7 +159,7 @@ def num_stores() -> int:
     return sum(it.joinpath("comm").read_text().startswith("pt_tcpstore") for it in Path("/proc/self/task").iterdir())
 
 
-def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
+def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run, caplog):
     space = {"x": grid([2, 1])}
     first = sweep("sweep_trainings:return_loss", space, {"y": 5}, SearchConfig(metric="loss", num_trials=1), run=run)
     assert [trial.config for trial in first.trials] == [{"x": 2, "y": 5}]
@@ -170,6 +170,9 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run):
     assert [trial.config for trial in result.trials] == [{"x": 2, "y": 5}, {"x": 1, "y": 5}]
     assert result.trials[:1] == first.trials
     assert result.best.metrics == {"loss": 6}
+    assert "no trial ran" not in caplog.text
+    assert sweep("sweep_trainings:return_loss", space, {"y": 6}, SearchConfig(metric="loss"), run=run) == result
+    assert "no trial ran: none was left, so the result is that of the sweep before; another RunConfig.name" in caplog.text
     with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
         sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
     assert read_status(Run.open(run.storage, run.name)).state == "completed"  # as before
