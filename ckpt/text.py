@@ -1,4 +1,4 @@
-"""Sizes, ages, names and times as text, for a terminal, a page, an error or a record."""
+"""Sizes, ages, names, classes and times as text, for a terminal, a page, an error or a record."""
 
 import re
 from collections.abc import Sequence
@@ -29,6 +29,11 @@ def show_age(seconds: float) -> str:
 def show_count(number: int, noun: str) -> str:
     """Return a number with its noun in the right form."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def show_class(value: object) -> str:
+    """Return the name of a value's class, with its module unless it is built in: others have a Checkpoint, too."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def show_some(names: Sequence[str]) -> str:

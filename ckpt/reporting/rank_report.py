@@ -26,6 +26,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.staging import spare_memory
 from prefect_torch.ckpt.storage.machine.scratch import kernel_id, scratch_folder
+from prefect_torch.ckpt.text import show_class
 
 from .agreement import Intent, Upload
 
@@ -181,9 +182,9 @@ class ReportPreparation:
             return None
         if not isinstance(checkpoint, Checkpoint):
             # Not its repr, which of a state_dict() is pages of numbers.
-            kind = type(checkpoint).__name__
             raise ValueError(  # noqa: TRY004 - one error
-                f"checkpoint is of type {kind}: give Checkpoint.from_directory(path), or models and optimizers as state={{...}}"
+                f"checkpoint is of type {show_class(checkpoint)}: give Checkpoint.from_directory(path) of prefect_torch.ckpt, "
+                "or models and optimizers as state={...}"
             )
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:

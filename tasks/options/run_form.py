@@ -3,6 +3,7 @@
 from difflib import get_close_matches
 from typing import Any, cast
 
+from prefect_torch.ckpt.text import show_class
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -95,12 +96,12 @@ class FormModel(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_known_inputs(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Name in the error of an input that does not exist the one that may be meant: names differ from those of Ray."""
+        """Name in the error of an input that does not exist the one that may be meant, and the class of what is no config."""
         try:
             return handler(values)
         except ValidationError as exc:
             errors = exc.errors(include_url=False, include_input=False)
-            if all(error["type"] != "extra_forbidden" for error in errors):
+            if all(error["type"] not in ("extra_forbidden", "model_type") for error in errors):
                 raise
             raise ValidationError.from_exception_data(
                 exc.title,
@@ -119,6 +120,8 @@ class FormModel(BaseModel):
 
     @classmethod
     def _hint(cls, error: ErrorDetails, values: Any) -> str:
+        if error["type"] == "model_type" and not error["loc"]:  # Ray's configs have the names of these
+            return f", not {show_class(values)}"
         name, *below = map(str, error["loc"] or ("",))
         if error["type"] != "extra_forbidden" or below:
             return ""

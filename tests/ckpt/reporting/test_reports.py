@@ -572,6 +572,9 @@ def test_events_tell_reports_and_commits_in_order(store, tmp_path):
 def test_a_model_in_place_of_a_directory_is_named_by_its_type_and_not_by_all_its_numbers(store):
     with pytest.raises(ValueError, match=r"^checkpoint is of type dict: .*state="):
         Attempt(store).session().report({}, {"weight": [0.5] * 1000})
+    others = type("Checkpoint", (), {"__module__": "ray.train"})()
+    with pytest.raises(ValueError, match=r"^checkpoint is of type ray\.train\.Checkpoint: .* of prefect_torch\.ckpt"):
+        Attempt(store).session().report({}, others)
 
 
 @pytest.mark.parametrize("progress", [-0.1, 1.1, "half", float("nan")])

@@ -69,3 +69,12 @@ def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert f"Extra inputs are not permitted; {hint}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(FailureConfig(), "prefect_torch.tasks.options.config.FailureConfig"), (2, "int")]
+)
+def test_what_is_no_config_is_refused_with_its_class_as_others_have_one_of_the_name(given, shown):
+    with pytest.raises(ValidationError) as caught:
+        ScalingConfig.model_validate(given)
+    assert f"instance of ScalingConfig, not {shown} [" in str(caught.value)
