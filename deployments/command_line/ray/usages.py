@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from .equivalents import ATTRIBUTES, ITEMS, PARAMETERS, RETURNS, Equivalents, modern
 
+_SAME_ITEMS = frozenset({"list", "reversed", "sorted", "tuple"})
+_ONE_ITEM = frozenset({"max", "min"})
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Usage:
@@ -34,8 +37,8 @@ class Usage:
 def find_usages(source: bytes, equivalents: Equivalents) -> list[Usage]:
     """Return every use of a name of Ray in a file, in the file's order.
 
-    Names are followed through imports, assignments, annotations, `for`, `:=` and the results of calls; not through containers,
-    attributes of other objects, `getattr`, strings, or other files.
+    Names are followed through imports, assignments, annotations, `for`, `:=` and the results of calls, also of `enumerate`,
+    `sorted`, `min` and the like; not through containers, attributes of other objects, `getattr`, strings, or other files.
 
     Args:
         source: The file's bytes; a coding cookie is respected.
@@ -195,7 +198,17 @@ class _Scan(ast.NodeVisitor):
 
     def _bind_each(self, loop: ast.For | ast.AsyncFor | ast.comprehension) -> None:
         self.visit(loop.iter)
-        self._bind(loop.target, _element(self._meaning(loop.iter)))
+        target, items = loop.target, loop.iter
+        if isinstance(items, ast.Call) and self._builtin(items) == "enumerate" and isinstance(target, ast.Tuple):
+            self._bind(target, None)
+            target, items = target.elts[-1], items.args[0]
+        self._bind(target, _element(self._meaning(items)))
+
+    def _builtin(self, call: ast.Call) -> str:
+        """Return the name of a called function of Python's own, to which something is given; else nothing."""
+        if not isinstance(call.func, ast.Name) or call.func.id in self._names or not call.args:
+            return ""
+        return call.func.id
 
     def _meaning(self, node: ast.expr) -> _Meaning | None:
         match node:
@@ -208,6 +221,11 @@ class _Scan(ast.NodeVisitor):
                 else:  # of a value, only methods lead on to Ray's: result.metrics is a dict like any other
                     leads_on = owner is not None and (not owner.is_value or name in RETURNS or name in PARAMETERS)
                     found = _Meaning(name) if leads_on else None
+            case ast.Call() if self._builtin(node) in _SAME_ITEMS:
+                element = _element(self._meaning(node.args[0]))
+                found = element and _Meaning(f"{element.name}[]", is_value=True)
+            case ast.Call() if self._builtin(node) in _ONE_ITEM:
+                found = _element(self._meaning(node.args[0]))
             case ast.Call():
                 called = self._meaning(node.func)
                 found = None if called is None or called.is_value else self._returned(called.name)

@@ -131,6 +131,9 @@ def test_arguments_are_found_by_name_and_by_place():
         report({}, None, "name", checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
         ScalingConfig(num_workers=(2, 8), use_gpu=True)
     """)
+    assert uses("from ray.tune import TuneConfig\nTuneConfig('max', 'loss')")[1:] == [
+        *("tune.TuneConfig(mode='max')", "tune.TuneConfig(metric='loss')"),
+    ]
     assert found == [
         *(
             "train.report",
@@ -196,6 +199,31 @@ def test_the_items_of_a_result_grid_are_results_of_trials():
     ]
 
 
+def test_names_are_followed_through_what_python_itself_does_with_items():
+    assert uses("""
+        from ray.tune import Tuner
+        from ray.train import Result
+        results = Tuner(print).fit()
+        for i, result in enumerate(results):
+            result.error, i.error
+        for result in sorted(results, key=len):
+            result.config
+        min(results, key=len).checkpoint.path
+        [it.metrics for _, it in enumerate(list(results))]
+        def use(result: Result):
+            min(result.best_checkpoints, key=len)[0].filesystem
+            for i, (checkpoint, metrics) in enumerate(result.best_checkpoints, 1):
+                checkpoint.uri, metrics.uri
+        def other(results, enumerate, min):
+            for i, result in enumerate(results):
+                min(results).error, result.error
+    """)[3:] == [
+        *("tune.Result.error", "tune.Result.config", "tune.Result.checkpoint", "train.Checkpoint.path", "tune.Result.metrics"),
+        *("train.Result", "train.Result.best_checkpoints", "train.Checkpoint.filesystem"),
+        *("train.Result.best_checkpoints", "train.Checkpoint.uri"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "short"),
     [
@@ -221,6 +249,8 @@ def test_the_items_of_a_result_grid_are_results_of_trials():
         ("tune.stopper.stopper.Stopper", "tune.Stopper"),
         ("tune.trainable.trainable_fn_utils.report", "train.report"),
         ("tune.trainable.util.with_resources", "tune.with_resources"),
+        ("tune.suggest.ConcurrencyLimiter", "tune.search.ConcurrencyLimiter"),
+        ("tune.suggest.optuna.OptunaSearch", "tune.search.optuna.OptunaSearch"),
         ("tune.tune.run_experiments", "tune.run_experiments"),
     ],
 )
