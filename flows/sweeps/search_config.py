@@ -1,5 +1,7 @@
 """The configuration of a search; the fields of the Run form in the Prefect UI."""
 
+import re
+import warnings
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt.runs.metrics import with_numbers
@@ -7,6 +9,7 @@ from prefect_torch.tasks.options.run_form import FormModel
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 Mode = Literal["min", "max"]
+_HIGH_IS_GOOD = frozenset({"acc", "accuracy", "auc", "auroc", "f1", "reward"})
 SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
 
 
@@ -136,6 +139,18 @@ class SearchConfig(FormModel):
             raise ValueError(f"mode has {len(self.modes)} values for {len(self.metrics)} metrics: give one, or one each")
         if self.sampler is not None and self.sampler not in SAMPLERS and ":" not in self.sampler:
             raise ValueError(f"sampler={self.sampler!r}: give {', '.join(SAMPLERS)}, or 'module:function'")
+        return self
+
+    @model_validator(mode="after")
+    def _warn_of_the_worst(self) -> "SearchConfig":
+        high = [name for name in self.metrics if _HIGH_IS_GOOD.intersection(re.split(r"[\W_]+", name.lower()))]
+        if high and "mode" not in self.model_fields_set:
+            warnings.warn(
+                f"metric={high[0]!r} looks like one of which a high value is good, and the default mode, 'min', finds the "
+                "worst of it: give mode='max', or 'min' if that is meant",
+                stacklevel=3,
+            )
+            self.model_fields_set.add("mode")  # a flow validates its arguments again: it warns once
         return self
 
     @model_validator(mode="after")

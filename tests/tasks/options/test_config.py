@@ -1,7 +1,7 @@
 import warnings
 
 import pytest
-from prefect_torch.flows import SearchConfig, train
+from prefect_torch.flows import SearchConfig, sweep, train
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, Hosts, RunConfig, ScalingConfig
 from pydantic import ValidationError
 
@@ -27,6 +27,19 @@ def test_other_scores_and_a_given_order_warn_of_nothing(fields):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CheckpointConfig(**fields)
+
+
+@pytest.mark.parametrize("metric", ["val_accuracy", "eval/acc", "episode-reward.mean", ["loss", "F1"]])
+def test_a_search_for_an_accuracy_without_a_mode_warns_where_it_is_given_and_once(metric):
+    with pytest.warns(UserWarning, match="looks like one of which a high value is good.* finds the worst of it") as caught:
+        given = SearchConfig(metric=metric)
+    assert [it.filename for it in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = sweep.validate_parameters({"train_fn": "module:function", "space": {}, "search": given})
+        for fields in ({"metric": metric, "mode": "min"}, {"metric": metric, "mode": "max"}, {"metric": "accounted_loss"}):
+            SearchConfig(**fields)
+    assert again["search"] == given
 
 
 def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
