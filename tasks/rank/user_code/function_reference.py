@@ -117,7 +117,7 @@ def import_function(reference: str) -> TrainFunction:
         raise
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"train_fn {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
+        raise ValueError(f"function {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
     return check_signature(function)
 
 
@@ -147,11 +147,11 @@ def check_signature(function: TrainFunction) -> TrainFunction:
     """
     name = getattr(function, "__qualname__", repr(function))
     if inspect.isclass(function):
-        raise TypeError(f"train_fn {name} is a class: give a function")
+        raise TypeError(f"function {name} is a class: give a function")
     if any(is_lazy(function) or is_lazy(function.__call__) for is_lazy in _LAZY):  # type: ignore[operator]  # any callable has it
-        raise TypeError(f"train_fn {name} is async or a generator, so calling it would run nothing: give a plain function")
+        raise TypeError(f"function {name} is async or a generator, so calling it would run nothing: give a plain function")
     if not takes_config(function) and not _can_bind(inspect.signature(function)):
-        raise TypeError(f"train_fn {name}{inspect.signature(function)} must take one argument, the config, or none")
+        raise TypeError(f"function {name}{inspect.signature(function)} must take one argument, the config, or none")
     return function
 
 

@@ -267,7 +267,7 @@ class Callable:
         (async_generator, "async_generator is async or a generator"),
         (functools.partial(coroutine, None), "async or a generator"),
         (Callable(), "async or a generator"),
-        (needs_two, r"needs_two\(config, other\) must take one argument"),
+        (needs_two, r"^function needs_two\(config, other\) must take one argument"),
         (needs_a_keyword, "must take one argument"),
         (Trainer, "Trainer is a class"),
     ],
