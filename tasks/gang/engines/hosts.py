@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .cluster import Agents, Cluster, MachineRequest
 from .starting import AGENT
@@ -35,6 +35,13 @@ class Hosts(Cluster):
 
     def __init__(self, hosts: list[str] | None = None, /, **fields: Any) -> None:
         super().__init__(**(fields if hosts is None else {"hosts": hosts, **fields}))
+
+    @field_validator("hosts")
+    @classmethod
+    def _check_hosts(cls, hosts: list[str]) -> list[str]:
+        if twice := sorted({host for host in hosts if hosts.count(host) > 1}):
+            raise ValueError(f"hosts has {', '.join(map(repr, twice))} twice: name a machine once, and give ranks_per_host")
+        return hosts
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:

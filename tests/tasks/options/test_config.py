@@ -60,8 +60,9 @@ def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
         (lambda: Hosts(["a"], environment={"A=B": "1"}), "'A=B', which no process can have"),
         (lambda: Hosts(["a"], environment={"": "1"}), "'', which no process can have"),
         (lambda: Hosts(["a"], environment={"A": "1\0"}), "'A', which no process can have"),
+        (lambda: Hosts(["a", "b", "a"]), "hosts has 'a' twice: name a machine once, and give ranks_per_host"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_what_would_fail_late_is_refused_at_once(make, problem):
     with pytest.raises(ValueError, match=problem):
