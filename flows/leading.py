@@ -23,6 +23,7 @@ from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
+from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
@@ -93,7 +94,9 @@ def lead_training(
         error = state.result(raise_on_failure=False)
         if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
             return False
-        get_run_logger().warning("%s; the training starts again", restarts.describe_last(kind))
+        is_logged = isinstance(error, RankFailedError) or isinstance(error.__cause__, RankFailedError)  # with its traceback
+        reason = "" if is_logged else f"{error or repr(error)}; "
+        get_run_logger().warning("%s%s; the training starts again", reason, restarts.describe_last(kind))
         return True
 
     led = train_workers.with_options(

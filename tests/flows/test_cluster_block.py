@@ -50,12 +50,15 @@ def test_a_cluster_is_saved_and_named_by_trainings(name, cluster):
     assert ScalingConfig(cluster=TorchCluster.load(name)).cluster == cluster
 
 
-def test_a_training_takes_its_machines_from_the_saved_cluster(name, tmp_path):
+def test_a_training_takes_its_machines_from_the_saved_cluster(name, tmp_path, caplog):
     TorchCluster(cluster=Hosts(["gone"], command="exit 7 #", leader_address="127.0.0.1", wait_s=0)).save(name)
     scaling = ScalingConfig(cluster=f"torch-cluster/{name}")
-    failure = {"max_infrastructure_failures": 0}
+    failure = {"max_infrastructure_failures": 1}
     with pytest.raises(NotEnoughMachinesError, match="gone: its command ended with 7"):
         train("trainings:train_epochs", {"epochs": 1}, scaling, RunConfig(storage=str(tmp_path)), failure=failure)
+    assert (
+        "gone: its command ended with 7; restart 1 of 1 (max_infrastructure_failures); the training starts again" in caplog.text
+    )
 
 
 def test_a_name_without_a_block_is_refused():
