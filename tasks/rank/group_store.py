@@ -32,18 +32,19 @@ class GroupStore:
 
         Raises:
             TimeoutError: If rank 0 does not serve it in time.
+            torch.distributed.DistNetworkError: If this machine does not reach that of the flow, or of rank 0.
 
         """
         if spec.master_host is None:
             return None
-        meeting = connect(spec.rendezvous)
+        meeting = _reach(spec, spec.rendezvous, "the flow's machine", None)
         if spec.rank == 0:
             served = Rendezvous(spec.master_host)
             key_value, port = served.serve(spec.timeout_s), served.address.port
             meeting.set(_PORT_KEY, str(port).encode())
         else:
             port = int(wait_for_key(meeting, _PORT_KEY, _LATEST_S))
-            key_value = connect(Address(spec.master_host, port), spec.timeout_s)
+            key_value = _reach(spec, Address(spec.master_host, port), "rank 0's machine", spec.timeout_s)
         os.environ["MASTER_PORT"] = str(port)
         return cls(key_value)
 
@@ -54,3 +55,15 @@ class GroupStore:
         while spec.rank == 0 and left < spec.world_size and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
             left = meeting.add(_LEFT_KEY, 0)
+
+
+def _reach(spec: RankSpec, address: Address, whose: str, timeout_s: float | None) -> TcpKeyValue:
+    import torch.distributed as dist  # noqa: PLC0415 - not before the rank has set its environment
+
+    try:
+        return connect(address, timeout_s)
+    except dist.DistNetworkError as exc:
+        raise dist.DistNetworkError(
+            f"machine {spec.node_name} does not reach {whose} at {address.host}, port {address.port}: the machines of a "
+            f"training connect to the flow's machine and to each other on any port, which a firewall must let pass ({exc})"
+        ) from exc

@@ -6,8 +6,10 @@ from datetime import timedelta
 import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
-from prefect_torch.tasks.rank.rendezvous import Rendezvous, TcpKeyValue, connect
-from torch.distributed import DistStoreError
+from prefect_torch.tasks.rank.group_store import GroupStore
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect
+from rank_specs import rank_spec
+from torch.distributed import DistNetworkError, DistStoreError
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -121,3 +123,19 @@ def test_groups_wait_longer_for_each_other_than_a_rank_for_its_leader(monkeypatc
         hasty.store.get("id of rank 0")
     assert patient.store.get("id of rank 0") == b"1"
     late.join()
+
+
+@pytest.mark.parametrize(("reaches_leader", "whose"), [(False, "the flow's machine"), (True, "rank 0's machine")])
+def test_a_machine_that_reaches_another_at_no_port_of_its_own_choice_says_which(monkeypatch, reaches_leader, whose):
+    """As behind a firewall, which lets the agent's connection pass."""
+    monkeypatch.setattr(rendezvous, "_CONNECT_TIMEOUT", timedelta(seconds=1 if reaches_leader else 0.1))
+    meeting, closed = Rendezvous(), Address("127.0.0.1", 9)
+    served = meeting.serve()
+    served.set("port of the process groups", str(closed.port).encode())
+    leader = meeting.address if reaches_leader else closed
+    spec = rank_spec(rank=1, world_size=2, rendezvous=leader, master_host=closed.host, node_name="b")
+    with pytest.raises(
+        DistNetworkError, match=f"^machine b does not reach {whose} at 127.0.0.1, port 9: .* a firewall must let pass"
+    ):
+        GroupStore.open(spec)
+    meeting.close()
