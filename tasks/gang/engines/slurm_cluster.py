@@ -2,17 +2,27 @@
 
 import math
 import os
+import secrets
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
 from .cluster import Agents, Cluster, MachineRequest
 from .starting import AGENT
+
+_JOB_NAME = "--job-name="
+_END_S = 3.0  # longer than agents take to end, and with the last one srun and its allocation
+_POLL_S = 0.5
+_ANSWER_S = 30.0
+_ENDS_BY_ITSELF = {"", "COMPLETING"}
 
 
 class SlurmCluster(Cluster):
@@ -50,10 +60,21 @@ class SlurmCluster(Cluster):
         in_job = os.environ.get("SLURM_JOB_NUM_NODES")
         nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, int(in_job))
         program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
-        agents.run(shlex.join([*self._srun(nodes, wanted, in_job is not None), *program]), ["Slurm"])
-        yield
+        name = None if in_job is not None else self._job_name()
+        agents.run(shlex.join([*self._srun(nodes, wanted, name), *program]), ["Slurm"])
+        try:
+            yield
+        finally:
+            if name is not None:
+                _end_allocation(name)
 
-    def _srun(self, nodes: str, wanted: MachineRequest, in_job: bool) -> list[str]:
+    def _job_name(self) -> str:
+        """Return a name that no other job has, by which the allocation can be cancelled."""
+        given = [argument.removeprefix(_JOB_NAME) for argument in self.srun_arguments if argument.startswith(_JOB_NAME)]
+        return f"{[*given, 'prefect-torch'][0]}-{secrets.token_hex(4)}"
+
+    def _srun(self, nodes: str, wanted: MachineRequest, name: str | None) -> list[str]:
+        in_job = name is None
         return [
             "srun",
             f"--nodes={nodes}",
@@ -67,7 +88,31 @@ class SlurmCluster(Cluster):
             *([f"--partition={self.partition}"] if self.partition and not in_job else []),
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
             *self.srun_arguments,
+            *([] if name is None else [f"{_JOB_NAME}{name}"]),
         ]
+
+
+def _end_allocation(name: str) -> None:
+    """Cancel the allocation of an srun, unless it ends with the agents.
+
+    Slurm keeps it after srun was killed: one that is awaited stays in the queue, and one with a lost machine has the others for
+    as long as that does not come back.
+    """
+    ends_s = time.monotonic() + _END_S
+    try:
+        while (state := _run("squeue", "--noheader", f"--name={name}", "--format=%T")) not in {*_ENDS_BY_ITSELF, "PENDING"}:
+            if time.monotonic() > ends_s:
+                break
+            time.sleep(_POLL_S)
+        if state not in _ENDS_BY_ITSELF:
+            _run("scancel", f"--name={name}")
+    except (OSError, subprocess.SubprocessError) as exc:
+        said = getattr(exc, "stderr", None) or exc
+        get_run_logger().warning("the job %s may be left in Slurm, end it by scancel --name=%s: %s", name, name, said)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_ANSWER_S).stdout.strip()
 
 
 def _nodes(wanted: MachineRequest, slots: int) -> str:

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve one leader to the end; return 0, 1 if there is none or it refuses this machine, or 2 for no address."""
     parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
     parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
-    parser.add_argument("--name", default=socket.gethostname(), help="this machine's name in messages")
+    parser.add_argument("--name", default=_own_name(), help="this machine's name in messages")
     parser.add_argument("--slots", type=_at_least_one, help="for how many ranks there is room at most")
     parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank, and have room for no more ranks")
     options = parser.parse_args(arguments)
@@ -68,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = _take_gpus(options.slots, options.leader) if options.gpus else None
     slots = options.slots or 1 if gpus is None else len(gpus.locks)
     return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, gpus)
+
+
+def _own_name() -> str:
+    """Return the name that Slurm has for this machine, since srun's --exclude takes no other; else that of the host."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def _at_least_one(text: str) -> int:

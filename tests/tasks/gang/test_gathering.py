@@ -10,8 +10,8 @@ from typing import Literal
 
 import pytest
 from prefect_servers import wait_until
-from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster
-from prefect_torch.tasks.gang.engines import client_process
+from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster
+from prefect_torch.tasks.gang.engines import client_process, slurm_cluster
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
@@ -142,3 +142,44 @@ def test_an_agent_that_says_hello_when_an_attempt_begins_is_sent_away():
         gathering.wait(lambda: None)
         gathering._enter(link, {"name": "late", "address": "127.0.0.1", "slots": 1, "versions": versions()})
         assert link.sent == [{"type": "refused", "reason": "the attempt has begun without it"}]
+
+
+@pytest.mark.parametrize(
+    ("states", "cancels"), [("PENDING", True), ("RUNNING", True), ("RUNNING COMPLETING", False), ("", False)]
+)
+def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(monkeypatch, tmp_path, states, cancels):
+    """Slurm keeps it otherwise; in a job there is none of its own."""
+    (tmp_path / "states").write_text("\n".join(states.split()))
+    programs = {
+        "srun": "echo $* > started; exec sleep 600",
+        "squeue": "head -n 1 states; sed -i '$!{1d}' states",
+        "scancel": "echo $* > cancelled",
+    }
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\nPATH=/usr/bin:/bin\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(slurm_cluster, "_END_S", 0.1 if cancels else 60)
+    monkeypatch.setattr(slurm_cluster, "_POLL_S", 0.01)
+    cluster = SlurmCluster(srun_arguments=["--job-name=own"], leader_address="127.0.0.1")
+    request = MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    with gather(cluster, request):
+        wait_until((tmp_path / "started").exists, "srun is started")
+        wait_until((tmp_path / "started").read_text, "srun has said its arguments")
+    (name,) = [word for word in (tmp_path / "started").read_text().split() if word.startswith("--job-name=own-")]
+    assert (tmp_path / "cancelled").exists() == cancels
+    if cancels:
+        assert (tmp_path / "cancelled").read_text().split() == [name.replace("--job-name", "--name")]
+    (tmp_path / "cancelled").unlink(missing_ok=True)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    with gather(cluster, request):
+        pass
+    assert not (tmp_path / "cancelled").exists()
+
+
+def test_an_agent_has_the_name_that_slurm_has_for_its_machine(monkeypatch):
+    """srun takes no other in --exclude, and a host may call itself by a longer one."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    cluster = Hosts(["a"], command="exec $(echo {agent} | sed 's/ --name a//')", leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
+        assert [machine.name for machine in gathering.wait(lambda: None)] == ["node1"]
