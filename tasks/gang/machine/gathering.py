@@ -23,6 +23,7 @@ _START_S = 60.0  # until an agent has come; longer than the slowest start of an 
 _MORE_S = 10.0  # how long to wait for more machines than are needed
 _END_S = 2.0
 _POLL_S = 0.05
+_OF_ADDRESS = (socket.EAI_NONAME, errno.EADDRNOTAVAIL)
 _ANYWHERE = ("192.0.2.1", 9)  # RFC 5737; connecting a datagram socket sends nothing
 
 
@@ -66,7 +67,10 @@ class Gathering:
         """Run a shell command that brings one agent for each of `names`."""
         for name in names:
             self.expect(name)
-        self._launchers.append((AgentLauncher(command, self.key, partial(self._fail_all, names)), names))
+        try:
+            self._launchers.append((AgentLauncher(command, self.key, partial(self._fail_all, names)), names))
+        except OSError as exc:  # no descriptor, process or thread is left for the moment
+            self._fail_all(names, f"its command cannot be started: {exc}")
 
     def expect(self, name: str) -> None:
         """Expect an agent."""
@@ -142,9 +146,15 @@ class Gathering:
         try:
             return AgentListener(_address(cluster.leader_address), cluster.leader_port, self.key, self._enter)
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise
-            message = f"agents cannot come to port {cluster.leader_port} (leader_port): it is in use"
+            if exc.errno in _OF_ADDRESS and cluster.leader_address is not None:  # asking again would not help
+                raise ValueError(
+                    f"leader_address={cluster.leader_address!r} is no address of this machine ({exc.strerror}): give the name "
+                    "or address by which the machines of the cluster reach it, or none"
+                ) from exc
+            if exc.errno == errno.EADDRINUSE:
+                message = f"agents cannot come to port {cluster.leader_port} (leader_port): it is in use"
+            else:  # a name server that does not answer, no descriptor left: it may pass, and no training ends for it
+                message = f"agents cannot come to {cluster.leader_address or 'this machine'}: {exc}"
             raise NotEnoughMachinesError(message) from exc
 
     def _alive(self) -> tuple[RemoteMachine, ...]:

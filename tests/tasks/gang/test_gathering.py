@@ -1,5 +1,6 @@
 """What the leader says of machines that do not come."""
 
+import errno
 import io
 import socket
 import sys
@@ -175,6 +176,40 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     with gather(cluster, request):
         pass
     assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1"])
+def test_a_leaders_address_that_is_none_of_this_machine_is_refused_and_one_that_cannot_be_looked_up_is_asked_again(
+    monkeypatch, address
+):
+    cluster, request = Hosts(["a"], leader_address=address), MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    if not address[0].isdigit():
+        monkeypatch.setattr(socket, "getaddrinfo", fails(socket.gaierror(socket.EAI_NONAME, "not known")))
+    with (
+        pytest.raises(ValueError, match=rf"^leader_address='{address}' is no address of this machine \("),
+        gather(cluster, request),
+    ):
+        pass
+    monkeypatch.setattr(socket, "getaddrinfo", fails(socket.gaierror(socket.EAI_AGAIN, "no name server answers")))
+    with (
+        pytest.raises(NotEnoughMachinesError, match=f"agents cannot come to {address}: .*no name server"),
+        gather(cluster, request),
+    ):
+        pass
+
+
+def fails(error):
+    def fail(*_args, **_options):
+        raise error
+
+    return fail
+
+
+def test_a_command_that_cannot_be_started_is_a_machine_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(gathering_module, "AgentLauncher", fails(OSError(errno.EMFILE, "Too many open files")))
+    cluster = Hosts(["a"], leader_address="127.0.0.1")
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
+        assert gathering.missing() == ["a: its command cannot be started: [Errno 24] Too many open files"]
 
 
 def test_an_agent_has_the_name_that_slurm_has_for_its_machine(monkeypatch):
