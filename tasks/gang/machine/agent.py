@@ -9,6 +9,7 @@ checkpoint.
 """
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -139,11 +140,12 @@ class Agent:
                     print(header["reason"], file=sys.stderr)  # noqa: T201 - a program
                     returncode = 1
                 elif header["type"] == "prepare":
-                    self._fork_server(header, self._environment(header))
+                    with suppress(OSError):  # a rank that cannot be started for it says so
+                        self._fork_server(header, self._environment(header))
                 elif header["type"] == "start":
                     self._start(header, body)
                 else:
-                    self._ranks[header["rank"]].obey(header["type"])
+                    self._order(header["rank"], header["type"])
         except LinkError:  # the leader has closed the connection, or is silent
             pass
         self._has_ended.set()
@@ -153,14 +155,26 @@ class Agent:
             rank.thread.join(_END_S)
         return returncode
 
+    def _order(self, rank: int, order: str) -> None:
+        if rank in self._ranks:  # else it could not be started
+            self._ranks[rank].obey(order)
+
     def _start(self, header: Mapping[str, Any], spec: bytes) -> None:
+        try:
+            self._ranks[header["rank"]] = self._started(header, spec)
+        except (OSError, RuntimeError) as exc:  # no descriptor, process or thread is left for the moment, or no disk
+            result = {"kind": "infrastructure", "error": f"its process cannot be started: {exc}", "traceback": ""}
+            ended = {"type": "exit", "rank": header["rank"], "returncode": None, "oom_killed": False, "record": None}
+            self._link.send(ended, json.dumps(result).encode())
+
+    def _started(self, header: Mapping[str, Any], spec: bytes) -> "_Rank":
         held: tuple[int, ...] = ()
         if self._gpus is not None:
             self._gpus.keep(header["local_world_size"])
             held = self._gpus.locks[header["local_rank"] : header["local_rank"] + 1]
         environment = self._environment(header)
         server = self._fork_server(header, environment) if header["program"] == RANK_PROGRAM else None
-        self._ranks[header["rank"]] = _Rank(self._link, header, environment, spec, held, server)
+        return _Rank(self._link, header, environment, spec, held, server)
 
     def _environment(self, header: Mapping[str, Any]) -> dict[str, str]:
         """Return the whole environment of a rank."""

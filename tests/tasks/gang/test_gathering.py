@@ -212,6 +212,20 @@ def test_a_command_that_cannot_be_started_is_a_machine_that_does_not_come(monkey
         assert gathering.missing() == ["a: its command cannot be started: [Errno 24] Too many open files"]
 
 
+def test_a_rank_that_an_agent_cannot_start_says_why():
+    """And the agent goes on, for the others."""
+    cluster = Hosts(["a"], command="ulimit -n 12 && exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), prepares=True) as gathering:
+        (machine,) = gathering.wait(lambda: None)
+        for _ in range(2):
+            result = machine.run("prefect_torch.tasks.rank.machine_report", None, None).finish()
+            assert (result.kind, result.error) == (
+                "infrastructure",
+                "its process cannot be started: [Errno 24] Too many open files",
+            )
+        assert machine.lost is None
+
+
 def test_an_agent_has_the_name_that_slurm_has_for_its_machine(monkeypatch):
     """srun takes no other in --exclude, and a host may call itself by a longer one."""
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
