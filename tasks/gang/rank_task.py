@@ -213,8 +213,9 @@ def _error(spec: RankSpec, result: RankResult) -> RankFailedError:
             original = pickle.loads(result.exception)  # noqa: S301 - from our own process
         except BaseException:  # noqa: BLE001 - its module cannot be imported here, or exits; the text has the traceback
             original = None
+    where = "" if spec.node_name is None else f" on machine {spec.node_name}"
     return RankFailedError(
-        f"rank {spec.rank} of {spec.group} failed: {result.error}",
+        f"rank {spec.rank} of {spec.group}{where} failed: {result.error}",
         spec.rank,
         result.kind,
         original if isinstance(original, Exception) else None,

@@ -84,7 +84,7 @@ def group(monkeypatch):
     monkeypatch.setattr(rank_logs, "get_run_logger", lambda: logging.getLogger("ranks"))
     rendezvous = Rendezvous()
     key_value = rendezvous.serve()
-    specs = on_machines(replace(FIRST, rendezvous=rendezvous.address), (4,))[1:]
+    specs = on_machines(replace(FIRST, rendezvous=rendezvous.address), (4,), ("b",))[1:]
     return RankGroup(range(1, 4), tuple(specs)), key_value
 
 
@@ -107,7 +107,7 @@ def test_the_cause_of_several_failures_is_that_of_the_task_run(group):
     machine.ranks[3].told.put(RankResult(kind="user", error="boom"))
     state = train_node.fn(group, machine, None, StopOrder())
     assert state.is_failed()
-    assert (state.data.rank, state.message) == (3, "rank 3 of attempt 1 failed: boom")
+    assert (state.data.rank, state.message) == (3, "rank 3 of attempt 1 on machine b failed: boom")
     assert {end.rank for end in read_exits(key_value)} == {1, 3}
 
 
