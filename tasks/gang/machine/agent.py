@@ -62,8 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(exc, file=sys.stderr)  # noqa: T201 - a program
         return 2
     except OSError as exc:
-        hint = "the cluster's leader_address is to be one by which this machine reaches the flow's"
-        print(f"no connection to the leader at {options.leader}: {exc}; {hint}", file=sys.stderr)  # noqa: T201 - a program
+        is_reached = isinstance(exc, LinkError)
+        hint = "" if is_reached else "; the cluster's leader_address is to be one by which this machine reaches the flow's"
+        print(f"no connection to the leader at {options.leader}: {exc}{hint}", file=sys.stderr)  # noqa: T201 - a program
         return 1
     address = connection.getsockname()[0]
     agent = Agent(link, address)

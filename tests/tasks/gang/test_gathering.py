@@ -61,11 +61,21 @@ def test_an_address_that_leads_nowhere_is_one_line_before_the_key_is_asked_for(c
     assert capsys.readouterr().err == f"'{leader}' is no address of a leader: give HOST:PORT, with a port of 1 to 65535\n"
 
 
+def hung_up(connection, *_):
+    connection.close()
+    raise LinkError("closed")
+
+
 def test_an_agent_that_does_not_reach_the_leader_names_the_setting(capsys, monkeypatch):
     """As on machines without a default route, whose flow waits at 127.0.0.1."""
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
     assert agent.main([f"127.0.0.1:{free_port()}"]) == 1
     assert "Connection refused; the cluster's leader_address is to be one by which " in capsys.readouterr().err
+    monkeypatch.setenv(agent.KEY_VARIABLE, "key")
+    monkeypatch.setattr(agent, "greet_leader", hung_up)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert agent.main([f"127.0.0.1:{other.getsockname()[1]}"]) == 1
+    assert capsys.readouterr().err.endswith(": closed\n")
 
 
 @pytest.mark.parametrize(
