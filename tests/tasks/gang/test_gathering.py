@@ -17,6 +17,7 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.gang.machine.launcher import AgentLauncher
 from prefect_torch.tasks.gang.machine.link import LinkError
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
@@ -193,6 +194,18 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     with gather(cluster, request):
         pass
     assert not (tmp_path / "cancelled").exists()
+
+
+def test_an_srun_has_the_time_to_give_its_allocation_back_when_it_is_killed(tmp_path):
+    """As when the leader is killed; the agents end then, and srun with them."""
+    srun = tmp_path / "srun"
+    ends = "while kill -0 $PPID 2>/dev/null; do :; done; n=0; while [ $n -lt 50000 ]; do n=$((n+1)); done"
+    srun.write_text(f"#!/bin/sh\n: > $0-started; {ends}; : > $0-ended\n")
+    srun.chmod(0o755)
+    launcher = AgentLauncher(f"{srun}; true", "key", lambda _: None)
+    wait_until((tmp_path / "srun-started").exists, "srun is started")
+    launcher.end(0)
+    assert (tmp_path / "srun-ended").exists()
 
 
 @pytest.mark.parametrize("address", ["nowhere.invalid", "192.0.2.1"])
