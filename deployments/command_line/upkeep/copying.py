@@ -112,14 +112,18 @@ def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
 
 
 def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> int:
+    differs = CheckpointCorruptError(
+        f"{source.url}/{key} differs from what was committed, so nothing that needs it was copied: prefect-torch verify names "
+        "all the damage"
+    )
     with _as_file(key, source) as path:
+        # A pipe has no size here, and would block; a file that has grown could fill the target.
+        if source.local_path(key) is not None and source.size(key) != entry.bytes:
+            raise differs
         sent = target.put_file(key, path)
     if (sent.bytes, sent.digest) != (entry.bytes, entry.digest):
         target.delete([key])
-        raise CheckpointCorruptError(
-            f"{source.url}/{key} differs from what was committed, so nothing that needs it was copied: prefect-torch verify "
-            "names all the damage"
-        )
+        raise differs
     return sent.bytes
 
 

@@ -1,5 +1,7 @@
 """`copy` and `delete`: nothing half is left by an interruption, and nothing is taken from under a training or a pin."""
 
+import os
+
 import pytest
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -101,6 +103,19 @@ def test_damage_of_the_source_is_not_copied(local, command, tmp_path, target):
     store.storage.local_path(store.layout.data(store.latest().id, "model")).write_bytes(b"x" * 5000)
     code, _, err = command("copy", local, "run", target)
     assert (code, "differs from what was committed" in err) == (1, True)
+    assert list(CheckpointStore.open(target, "run").ids()) == []
+
+
+def test_a_copy_opens_no_pipe_and_copies_no_file_of_another_size(local, command, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch")
+    path = store.storage.local_path(store.layout.data(store.latest().id, "model"))
+    os.truncate(path, 2**43)  # with holes: it takes no space here
+    code, _, err = command("copy", local, "run", target)
+    assert (code, "differs from what was committed" in err) == (1, True)
+    path.unlink()
+    os.mkfifo(path)
+    code, _, err = command("copy", local, "run", target)
+    assert (code, f"{path} is no file" in err) == (1, True)
     assert list(CheckpointStore.open(target, "run").ids()) == []
 
 
