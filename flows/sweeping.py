@@ -19,10 +19,11 @@ from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
 from prefect_torch.flows.sweeps.domains import parse_space
+from prefect_torch.flows.sweeps.journal.events import Event
 from prefect_torch.flows.sweeps.journal.history import has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
-from prefect_torch.flows.sweeps.journal.stored_trials import events_of
+from prefect_torch.flows.sweeps.journal.stored_trials import whole_events_of
 from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
@@ -168,8 +169,7 @@ def sweep(
     given = define(function, space, training.config, search)
     claimed = _claim(led, storage, run_config, given)
     with _outcome_recorded(led, claimed, storage):
-        entries = _begin_journal(led, may_be_new=run_config.resume == "never")
-        events = events_of(led, entries)
+        entries, events = _begin_journal(led, may_be_new=run_config.resume == "never")
         is_fresh = run_config.resume == "never" and not has_begun_again(events, claimed.lineage)
         events = [] if is_fresh else events
         definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
@@ -228,16 +228,17 @@ def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Itera
     refresh_runs_page(storage)
 
 
-def _begin_journal(led: Run, *, may_be_new: bool) -> list[Entry]:
-    """Return the entries of a sweep's journal so far; one that may begin again begins a new journal if its own is damaged."""
+def _begin_journal(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event]]:
+    """Return a sweep's journal so far, and its events; one that may begin again begins a new journal if its own is damaged."""
     try:
-        return read_journal(led)
+        entries = read_journal(led)
+        return entries, whole_events_of(led, entries)
     except JournalDamagedError as exc:
         if not may_be_new:
             raise
         get_run_logger().warning("a new journal is begun: %s", exc)
         delete_journal(led)
-        return []
+        return [], []
 
 
 def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:

@@ -156,7 +156,10 @@ def _numbered(part: Part, lines: list[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def _decode(line: bytes, number: int, where: str) -> Entry:
     body = unseal(line, where, _WHAT)
-    entry = from_json(body.get("entry"))
+    try:
+        entry = from_json(body.get("entry"))
+    except ValueError as exc:  # a tag that `to_json` does not write
+        raise MalformedRecordError(f"{where} is not {_WHAT}: {exc}") from exc
     if body.get("number") != number or not isinstance(entry, dict):
         raise MalformedRecordError(f"{where} is not {_WHAT} number {number}")
     return entry

@@ -7,7 +7,7 @@ from prefect_torch.ckpt.runs.run import Run
 
 from .events import Event, SweepLed, TrialStarted, decode_event
 from .history import TrialRecord, history_of
-from .journal import Entry, read_journal
+from .journal import Entry, JournalDamagedError, read_journal
 
 
 def read_events(run: Run) -> list[Event]:
@@ -17,7 +17,7 @@ def read_events(run: Run) -> list[Event]:
         JournalDamagedError: If the journal is damaged.
 
     """
-    return events_of(run, read_journal(run))
+    return whole_events_of(run, read_journal(run))
 
 
 def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
@@ -27,6 +27,25 @@ def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
     """
     where = f"the journal of sweep {run.name!r}"
     return [event for entry in entries if (event := decode_event(_below(run.name, entry), where)) is not None]
+
+
+def whole_events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
+    """Return the events in all entries of a sweep's journal, as `events_of` does.
+
+    Raises:
+        JournalDamagedError: If they tell of a trial before its start, as with an entry of another sweep among them.
+
+    """
+    events = events_of(run, entries)
+    have_start = set(map(id, _with_their_start(events)))
+    if lost := next((event for event in events if id(event) not in have_start), None):
+        assert not isinstance(lost, SweepLed)
+        raise JournalDamagedError(
+            f"the journal of sweep {run.name!r} in {run.storage.url} tells of trial {lost.trial} before its start, so entries "
+            "of another sweep or of a newer version are among its own: restore it from a backup, or begin again with "
+            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) have what is known"
+        )
+    return events
 
 
 def read_trials(run: Run) -> dict[int, TrialRecord]:

@@ -1,5 +1,6 @@
 """The journal of a sweep, with crashes at every storage operation, and two writers."""
 
+import json
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.flows.sweeps.journal import journal as journals
 from prefect_torch.flows.sweeps.journal.journal import Journal, JournalDamagedError, list_parts, read_journal
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
@@ -150,6 +152,31 @@ def test_an_object_with_long_entries_is_not_stored_again_and_again(small, monkey
         journal.append({"n": number, "text": "x" * 1000})
     assert numbers(run) == list(range(11))
     assert {part.count for part in list_parts(run)} == {3}
+
+
+def test_an_entry_with_a_value_that_no_entry_has_is_damaged():
+    run = sweep_in(MemoryStorage())
+    lead(run)
+    body = {"format": 1, "number": 1, "attempt": 1, "entry": {"value": {"__float__": "much"}}}
+    run.storage.put_bytes(list_parts(run)[0].key.replace("000000000-", "000000001-"), seal(body))
+    run.storage.put_bytes(
+        list_parts(run)[0].key.replace("000000000-", "000000002-"), seal({**body, "number": 2, "entry": {"n": 2}})
+    )
+    with pytest.raises(JournalDamagedError, match=r"entry 1 of the journal .*'much' is no float"):
+        read_journal(run)
+
+
+def test_an_event_of_a_trial_that_was_not_started_is_an_error(tmp_path):
+    run, _ = store_sweep(str(tmp_path))
+    whole = read_trials(run)
+    start = next(part for part in list_parts(run) if b"TrialStarted" in run.storage.get_bytes(part.key))
+    body = json.loads(run.storage.get_bytes(start.key))["body"]
+    number = body["entry"]["trial"]
+    run.storage.put_bytes(start.key, seal({**body, "entry": {**body["entry"], "trial": 7}}))  # as another sweep's
+    with pytest.raises(JournalDamagedError, match=f"tells of trial {number} before its start"):
+        read_trials(run)
+    known, lost = read_known_trials(run)
+    assert (known.keys(), lost) == ({7, *whole} - {number}, None)
 
 
 def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):
