@@ -385,23 +385,45 @@ def test_a_variable_that_names_no_certificates_is_named(monkeypatch):
         open_storage("s3://bucket/x")
 
 
+def _spec_with_config(way, endpoint, config):
+    """Return the specification of a block of either type whose client has this endpoint and boto3's `config`."""
+    if way == "block":
+        parameters = AwsClientParameters(endpoint_url=endpoint, config=config)
+        credentials = AwsCredentials(aws_access_key_id="key", aws_secret_access_key="x", aws_client_parameters=parameters)
+        return parse_storage(S3Bucket(bucket_name="bucket", credentials=credentials))
+    settings = {"key": "key", "secret": "x", "endpoint_url": endpoint, "config_kwargs": config}
+    return parse_storage(RemoteFileSystem(basepath="s3://bucket", settings=settings))
+
+
 @pytest.mark.parametrize("way", ["block", "remote"])
 def test_the_proxy_of_a_block_is_used(moto, way):
     server = "http://s3.example.invalid"
     with proxied(moto.endpoint) as proxy:
         proxy.change = lambda *_: Response(200, b"<ListMultipartUploadsResult/>", {"ETag": '"1"'})
         proxies = {"proxies": {"http": proxy.endpoint, "https": "http://other.invalid"}}
-        if way == "block":
-            parameters = AwsClientParameters(endpoint_url=server, config=proxies)
-            credentials = AwsCredentials(aws_access_key_id="key", aws_secret_access_key="x", aws_client_parameters=parameters)
-            spec = parse_storage(S3Bucket(bucket_name="bucket", credentials=credentials))
-        else:
-            settings = {"key": "key", "secret": "x", "endpoint_url": server, "config_kwargs": proxies}
-            spec = parse_storage(RemoteFileSystem(basepath="s3://bucket", settings=settings))
-        storage = open_storage(replace(spec, retry=RetryPolicy(0.0)))
+        storage = open_storage(replace(_spec_with_config(way, server, proxies), retry=RetryPolicy(0.0)))
         storage.put_bytes("run/x", b"1")
         storage.remove_interrupted("run/", 3600)
         assert [it.partition("?")[0] for it in proxy.requests] == [f"PUT {server}/bucket/run/x", f"GET {server}/bucket"]
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+@pytest.mark.parametrize("host", ["s3.example.invalid", "bucket.s3.example.invalid"])
+def test_a_bucket_is_in_the_name_of_its_host_where_a_block_says_so(moto, way, host):
+    with proxied(moto.endpoint) as proxy:
+        proxy.change = lambda *_: Response(200, b"<ListMultipartUploadsResult/>", {"ETag": '"1"'})
+        config = {"proxies": {"http": proxy.endpoint}, "s3": {"addressing_style": "virtual"}}
+        storage = open_storage(replace(_spec_with_config(way, f"http://{host}", config), retry=RetryPolicy(0.0)))
+        storage.put_bytes("run/x", b"1")
+        storage.remove_interrupted("run/", 3600)
+        named = "http://bucket.s3.example.invalid"
+        assert [it.partition("?")[0] for it in proxy.requests] == [f"PUT {named}/run/x", f"GET {named}/"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9000", "http://[::1]:9000", "https://127.0.0.1"])
+def test_an_address_has_no_names_of_buckets_below_it(address):
+    options = _spec_with_config("block", address, {"s3": {"addressing_style": "virtual"}}).options
+    assert (options["aws_endpoint_url"], "aws_virtual_hosted_style_request" in options) == (address, False)
 
 
 @pytest.mark.parametrize("name", ["profile", "requester_pays", "s3_additional_kwargs"])

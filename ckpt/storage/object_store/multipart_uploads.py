@@ -84,9 +84,12 @@ def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
 
     config: dict[str, Any] = dict(store.config)
     is_virtual = str(config.get("virtual_hosted_style_request")).lower() == "true"
+    endpoint = config.get("endpoint")
+    if is_virtual and endpoint is not None:  # object_store wants the bucket in it, and boto3 itself puts it there
+        endpoint = endpoint.replace(f"://{config.get('bucket')}.", "://", 1)
     return boto3.client(
         "s3",
-        endpoint_url=config.get("endpoint"),
+        endpoint_url=endpoint,
         region_name=config.get("region"),
         aws_access_key_id=config.get("access_key_id"),
         aws_secret_access_key=config.get("secret_access_key"),

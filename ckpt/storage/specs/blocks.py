@@ -1,5 +1,6 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
@@ -19,6 +20,7 @@ from .location import BLOCK_SLUGS, is_block_slug, parse_location
 KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
 # Options of s3fs by which it signs, encrypts or pays otherwise.
 _OF_S3FS_ALONE = ("profile", "requester_pays", "s3_additional_kwargs")
+_ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
 class HasSpec(Protocol):
@@ -112,7 +114,7 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
         options.update(_aws_keys(credentials))
     parameters = credentials.aws_client_parameters
     options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
-    options["aws_virtual_hosted_style_request"] = _virtual_hosts(parameters.config)
+    options.update(_virtual_hosts(parameters.config, block.bucket_name, parameters.endpoint_url))
     options["proxy_url"] = _proxy(parameters.config, parameters.endpoint_url)
     return StorageSpec(url, {name: value for name, value in options.items() if value})
 
@@ -125,8 +127,17 @@ def _tls_options(verify: Any) -> dict[str, str | None]:
     }
 
 
-def _virtual_hosts(config: Mapping[str, Any] | None) -> str | None:
-    return "true" if ((config or {}).get("s3") or {}).get("addressing_style") == "virtual" else None
+def _virtual_hosts(config: Mapping[str, Any] | None, bucket: str, endpoint: str | None) -> dict[str, str]:
+    """Return the options for boto3's addressing style: object_store puts the bucket before AWS' own hosts alone."""
+    if ((config or {}).get("s3") or {}).get("addressing_style") != "virtual":
+        return {}
+    scheme, slashes, host = (endpoint or "").partition("://")
+    if _ADDRESS.match(host):  # as boto3: an address has no names below it
+        return {}
+    options = {"aws_virtual_hosted_style_request": "true"}
+    if slashes and not host.startswith(f"{bucket}."):
+        options["aws_endpoint_url"] = f"{scheme}://{bucket}.{host}"
+    return options
 
 
 def _proxy(config: Mapping[str, Any] | None, endpoint: str | None) -> str | None:
@@ -159,7 +170,8 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
 
     """
     settings = dict(block.settings)
-    if block.basepath.partition("://")[0] not in ("s3", "s3a"):
+    scheme, _, rest = block.basepath.partition("://")
+    if scheme not in ("s3", "s3a"):
         return StorageSpec(block.basepath.rstrip("/"), settings)
     if ignored := [name for name in _OF_S3FS_ALONE if settings.get(name)]:
         raise ValueError(
@@ -174,7 +186,7 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
         "aws_endpoint_url": client.get("endpoint_url"),
         "aws_region": client.get("region_name"),
         "aws_skip_signature": "true" if client.get("anon") else None,
-        "aws_virtual_hosted_style_request": _virtual_hosts(settings.get("config_kwargs")),
+        **_virtual_hosts(settings.get("config_kwargs"), rest.partition("/")[0], client.get("endpoint_url")),
         "proxy_url": _proxy(settings.get("config_kwargs"), client.get("endpoint_url")),
         **_tls_options(client.get("verify")),
     }
