@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -12,6 +13,7 @@ from prefect_torch.ckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     MalformedRecordError,
+    StorageError,
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.runs.bulk import no_collection
@@ -92,14 +94,41 @@ class Run:
         return self._location_of(self.layout.data(checkpoint_id)).rstrip("/")
 
     def has_begun(self) -> bool:
-        """Return whether the run exists: an attempt has claimed it, or it has checkpoints; a listing, and one more if not."""
-        return any(next(self.storage.list(prefix), None) for prefix in (self.layout.attempts, self.layout.manifests))
+        """Return whether the run exists: an attempt has claimed it, or it has checkpoints; a listing, and more requests if not.
+
+        Raises:
+            StorageError: If such a listing cannot be believed.
+
+        """
+        if any(next(self.storage.list(prefix), None) for prefix in (self.layout.attempts, self.layout.manifests)):
+            return True
+        self.check_listed()
+        return False
+
+    def check_listed(self) -> None:
+        """Raise StorageError if the storage lists nothing of the run, although it has its first object; two requests.
+
+        Such listings come from a gateway that answers each with a page of its own, and the status of a success.
+
+        Raises:
+            StorageError: If it does so.
+
+        """
+        if next(self.storage.list(f"{self.name}/"), None) is not None:
+            return
+        with suppress(FileNotFoundError):
+            self.storage.size(self.layout.run_info)
+            raise StorageError(
+                f"{self.storage.url} lists nothing of run {self.name!r}, and has its {self.layout.run_info}: something before "
+                "the storage answers listings in its place"
+            )
 
     def check_begun(self) -> None:
         """Raise FileNotFoundError unless the run exists.
 
         Raises:
             FileNotFoundError: If it does not.
+            StorageError: If listings cannot be believed.
 
         """
         if not self.has_begun():

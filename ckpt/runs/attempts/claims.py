@@ -149,6 +149,7 @@ def check_fence(run: Run, attempt: int) -> None:
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
+        StorageError: If nothing of the run is listed, although it is there.
 
     """
     after = f"{run.layout.attempts}{attempt:06d}"
@@ -159,6 +160,7 @@ def check_fence(run: Run, attempt: int) -> None:
             "this process no longer owns the run and must stop"
         )
     if attempt not in numbers:
+        run.check_listed()
         raise FencedError(
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
             "or unmounted the run while it was being trained, so this process must stop"

@@ -11,6 +11,8 @@ from certificates import make_certificate
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
@@ -121,6 +123,18 @@ def test_a_200_that_is_no_listing_is_not_believed_to_be_the_end_of_one(storage, 
     proxy.change = change
     assert [info.key for info in storage.list("run/")] == keys
     assert next(pages) > 2
+
+
+@pytest.mark.parametrize("body", BAD_LISTINGS)
+def test_nobody_is_fenced_and_no_run_is_missing_for_listings_that_stay_none(storage, proxy, body):
+    store = CheckpointStore.open(storage, "run")
+    claimed = claim_attempt(store, Owner.current(), world_size=1)
+    proxy.change = lambda _method, path, response: Response(200, body) if "list-type" in path else response
+    for ask in (lambda: check_fence(store, claimed.number), store.check_begun):
+        with pytest.raises(StorageError, match=r"lists nothing of run 'run', and has its run/run.json: something before"):
+            ask()
+    with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
+        CheckpointStore.open(storage, "other").check_begun()
 
 
 def test_what_is_too_large_for_a_record_is_not_read_from_a_bucket(storage, proxy, monkeypatch):
