@@ -87,7 +87,7 @@ def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
     endpoint = config.get("endpoint")
     if is_virtual and endpoint is not None:  # object_store wants the bucket in it, and boto3 itself puts it there
         endpoint = endpoint.replace(f"://{config.get('bucket')}.", "://", 1)
-    return boto3.client(
+    return boto3.Session().client(  # the process's own session would keep what a file of credentials held at first
         "s3",
         endpoint_url=endpoint,
         region_name=config.get("region"),

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import boto3
 import fsspec
 import obstore
 import paramiko
@@ -32,6 +33,7 @@ from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store import backend as object_store
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
+from prefect_torch.ckpt.storage.object_store import multipart_uploads
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
@@ -798,6 +800,16 @@ def test_that_uploads_cannot_be_aborted_is_told_once(caplog):
             for _ in range(2):
                 storage.remove_interrupted("run/", older_than_s=0)
     assert caplog.text.count("cannot be aborted, and are left to the bucket's lifecycle rule: ") == len(caplog.records) == 1
+
+
+def test_uploads_are_aborted_with_the_credentials_that_a_file_holds_by_now(monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    for key in ("first", "second"):
+        (tmp_path / "credentials").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
+        store = ObstoreStorage("s3://bucket", {"aws_region": "us-east-1"})._store
+        signed = multipart_uploads._client(store, True, None).generate_presigned_url("list_buckets")
+        assert f"AWSAccessKeyId={key}&" in signed
 
 
 @pytest.fixture
