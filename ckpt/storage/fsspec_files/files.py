@@ -108,22 +108,47 @@ class _Pipelined:
 
 @contextmanager
 def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
-    """Yield a file to read from its beginning to its end."""
+    """Yield a file to read from its beginning to its end.
+
+    Raises:
+        StorageError: If it ends before the size that it was opened with: some libraries take a lost connection for the end.
+
+    """
     with fs.open(path, "rb") as file:
         if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
             file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         yield file
+        _require_read(path, file.tell(), _size_of(file))
 
 
 def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
-    """Return up to `num_bytes` bytes from `start` on."""
-    if _reads_by_opening(fs):
-        with fs.open(path, "rb") as file:
-            if hasattr(file, "readv"):  # paramiko's would wait for each 32 KiB
-                there = min(num_bytes, file.stat().st_size - start)
-                return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
-    data: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
-    return data
+    """Return up to `num_bytes` bytes from `start` on; fewer only at the file's end.
+
+    Raises:
+        StorageError: As of `open_whole`.
+
+    """
+    if not _reads_by_opening(fs):
+        found: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
+        return found
+    with fs.open(path, "rb") as file:
+        if hasattr(file, "readv"):  # paramiko's would wait for each 32 KiB
+            there = min(num_bytes, file.stat().st_size - start)
+            return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
+        file.seek(start)
+        data: bytes = file.read(num_bytes)
+        _require_read(path, len(data), min(num_bytes, _size_of(file) - start))
+        return data
+
+
+def _size_of(file: Any) -> int:
+    """Return the size that the file had when it was opened; 0 where it does not say."""
+    return getattr(file, "size", None) or 0
+
+
+def _require_read(path: str, num_read: int, num_there: int) -> None:
+    if num_read < num_there:
+        raise StorageError(f"{path}: {num_read} of {num_there} bytes came")
 
 
 def read_whole(fs: FileSystem, path: str) -> bytes:
