@@ -1,5 +1,7 @@
 """File operations that fsspec leaves to each filesystem: judged by a filesystem's behaviour, never by its name."""
 
+import ftplib
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ FileSystem: TypeAlias = Any  # fsspec ships no types
 _PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 _REQUESTS_ON_THE_WAY = 64
 _LONGEST_SILENCE_S = 120.0
+_LONGEST_END_S = 3.0
 _KEEPALIVE_S = 30
 _MANY_OTHERS = 10  # more processes do not create or remove the directories of one put
 T = TypeVar("T")
@@ -114,7 +117,7 @@ def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
         StorageError: If it ends before the size that it was opened with: some libraries take a lost connection for the end.
 
     """
-    with fs.open(path, "rb") as file:
+    with _opened(fs, path) as file:
         if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
             file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         yield file
@@ -128,17 +131,84 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
         StorageError: As of `open_whole`.
 
     """
-    if not _reads_by_opening(fs):
+    if not (_reads_by_opening(fs) or _is_ftp(fs)):
         found: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
         return found
-    with fs.open(path, "rb") as file:
+    with _opened(fs, path, start) as file:
         if hasattr(file, "readv"):  # paramiko's would wait for each 32 KiB
             there = min(num_bytes, file.stat().st_size - start)
             return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
-        file.seek(start)
         data: bytes = file.read(num_bytes)
         _require_read(path, len(data), min(num_bytes, _size_of(file) - start))
         return data
+
+
+@contextmanager
+def _opened(fs: FileSystem, path: str, start: int = 0) -> Iterator[Any]:
+    """Yield a file to read from `start` on.
+
+    fsspec's own of FTP ends each block by an abort, and waits for two responses, in vain where a server gives one.
+    """
+    if _is_ftp(fs):
+        with _received(fs, path, start) as received:
+            yield received
+        return
+    with fs.open(path, "rb") as file:
+        if start:
+            file.seek(start)
+        yield file
+
+
+@contextmanager
+def _received(fs: FileSystem, path: str, start: int) -> Iterator["_Received"]:
+    info = fs.info(path)
+    if info["type"] == "directory":
+        raise IsADirectoryError(path)
+    fs.ftp.voidcmd("TYPE I")
+    connection = fs.ftp.transfercmd(f"RETR {path}", start or None)
+    with connection:
+        received = _Received(connection, info["size"])
+        try:
+            yield received
+        finally:
+            connection.close()  # where not all is wanted, the server notices, and its one response says so
+            _hear_end(fs.ftp)
+
+
+def _hear_end(ftp: ftplib.FTP) -> None:
+    """Receive the response to a transfer, or close the connection if there is none: what was received is complete, or short."""
+    assert ftp.sock is not None
+    longest_s = ftp.sock.gettimeout()
+    ftp.sock.settimeout(_LONGEST_END_S)
+    try:
+        with suppress(ftplib.Error):
+            ftp.voidresp()
+        ftp.sock.settimeout(longest_s)
+    except (OSError, EOFError):
+        ftp.close()
+
+
+class _Received:
+    """A file as an FTP server sends it, with the size that it has there."""
+
+    def __init__(self, connection: socket.socket, size: int) -> None:
+        self.size = size
+        self._connection = connection
+        self._num_bytes = 0
+
+    def readinto(self, into: memoryview) -> int:
+        count = self._connection.recv_into(into)
+        self._num_bytes += count
+        return count
+
+    def read(self, num_bytes: int | None = None) -> bytes:
+        left = content = memoryview(bytearray(self.size if num_bytes is None else num_bytes))
+        while left and (count := self.readinto(left)):
+            left = left[count:]
+        return bytes(content[: len(content) - len(left)])
+
+    def tell(self) -> int:
+        return self._num_bytes
 
 
 def _size_of(file: Any) -> int:
@@ -235,6 +305,10 @@ def _reads_by_opening(fs: FileSystem) -> bool:
     return type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem)
 
 
+def _is_ftp(fs: FileSystem) -> bool:
+    return isinstance(getattr(fs, "ftp", None), ftplib.FTP)
+
+
 def _opened_new(fs: FileSystem, path: str) -> Any:
     for _ in range(_MANY_OTHERS):
         make_folder(fs, path.rpartition("/")[0])
@@ -270,6 +344,10 @@ class Connections(Generic[T]):
             try:
                 yield connection
             except _ANSWERS:
-                self._idle.append(connection)
+                self._give_back(connection)
                 raise
+            self._give_back(connection)
+
+    def _give_back(self, connection: T) -> None:
+        if getattr(getattr(connection, "ftp", None), "sock", self) is not None:  # else it is one of FTP that was closed
             self._idle.append(connection)

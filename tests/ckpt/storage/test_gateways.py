@@ -1,10 +1,13 @@
 """Answers that are not the storage's, responses that are lost, and connections that fall silent."""
 
 import contextlib
+import ftplib
+import os
 import socket
 import threading
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from certificates import make_certificate
@@ -372,3 +375,30 @@ def test_what_another_client_has_replaced_or_removed_is_seen(password_server):
     one.delete(["run/x"])
     with pytest.raises(FileNotFoundError):
         other.size("run/x")
+
+
+@pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
+def test_a_part_of_a_file_is_read_from_a_server_with_one_response_to_it(password_server, tmp_path):
+    place, password = password_server
+    storage = FsspecStorage(f"ftp://me@{place}", {"password": password, "timeout": 3})
+    content = os.urandom(4 * 2**20)
+    (tmp_path / "served/data/run").mkdir(parents=True)
+    (tmp_path / "served/data/run/x").write_bytes(content)
+    for start in range(0, 2**20, 2**17):
+        into = bytearray(2**17)
+        assert storage.get_range("run/x", start, memoryview(into)) == 2**17
+        assert into == content[start : start + 2**17]
+    assert storage.get_file("run/x", tmp_path / "out") == storage.digest("run/x")
+    assert (tmp_path / "out").read_bytes() == content
+
+
+def test_a_connection_of_ftp_whose_transfer_ends_without_a_response_is_not_lent_again(monkeypatch):
+    monkeypatch.setattr(fsspec_files, "_LONGEST_END_S", 0.01)
+    here, there = socket.socketpair()
+    connection = SimpleNamespace(ftp=ftplib.FTP())
+    connection.ftp.sock, connection.ftp.file = here, here.makefile()
+    connections = fsspec_files.Connections(lambda: connection)
+    with there, connections.lent():
+        fsspec_files._hear_end(connection.ftp)
+    assert connection.ftp.sock is None
+    assert connections._idle == []
