@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -100,28 +99,46 @@ class Run:
             StorageError: If such a listing cannot be believed.
 
         """
-        if any(next(self.storage.list(prefix), None) for prefix in (self.layout.attempts, self.layout.manifests)):
-            return True
-        self.check_listed()
-        return False
+        return self.ask("listing", self.name, self._is_listed)
 
-    def check_listed(self) -> None:
-        """Raise StorageError if the storage lists nothing of the run, although it has its first object; two requests.
+    def _is_listed(self, storage: Storage) -> bool:
+        def find_any() -> bool:
+            return any(next(iter(storage.list(prefix)), None) for prefix in (self.layout.attempts, self.layout.manifests))
 
-        Such listings come from a gateway that answers each with a page of its own, and the status of a success.
+        return find_any() or (self.lists_anything(storage) and find_any())
 
-        Raises:
-            StorageError: If it does so.
+    def ask(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+        """Return what `call` returns, repeated as a request of the storage is where it raises StorageError.
+
+        Args:
+            doing: What it does, for the error.
+            key: What it is about, for the error.
+            call: Is given the storage that sends each request once.
 
         """
-        if next(self.storage.list(f"{self.name}/"), None) is not None:
-            return
-        with suppress(FileNotFoundError):
-            self.storage.size(self.layout.run_info)
-            raise StorageError(
-                f"{self.storage.url} lists nothing of run {self.name!r}, and has its {self.layout.run_info}: something before "
-                "the storage answers listings in its place"
-            )
+        repeat: Callable[[str, str, Callable[[Storage], T]], T] | None = getattr(self.storage, "do", None)
+        return call(self.storage) if repeat is None else repeat(doing, key, call)
+
+    def lists_anything(self, storage: Storage) -> bool:
+        """Return whether anything of the run is listed; what an earlier listing left out is then to be listed once more.
+
+        Costs a listing, and a request for the run's first object if there is nothing.
+
+        Raises:
+            StorageError: If nothing is listed, although the first object is there: a gateway answers each listing with a page
+                of its own, and the status of a success.
+
+        """
+        if next(iter(storage.list(f"{self.name}/")), None) is not None:
+            return True
+        try:
+            storage.size(self.layout.run_info)
+        except FileNotFoundError:
+            return False
+        raise StorageError(
+            f"{self.storage.url} lists nothing of run {self.name!r}, and has its {self.layout.run_info}: something before the "
+            "storage answers listings in its place"
+        )
 
     def check_begun(self) -> None:
         """Raise FileNotFoundError unless the run exists.

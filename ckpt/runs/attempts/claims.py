@@ -5,13 +5,14 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 
@@ -83,11 +84,6 @@ def claim_attempt(
         if is_newest and is_next:
             return attempt
         run.storage.delete([key])
-        if key not in claims:
-            raise StorageError(
-                f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
-                "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
-            )
         if known is not None:
             raise _ClaimedMeanwhileError
         number = _newest_number(claims) + 1
@@ -99,9 +95,19 @@ class _ClaimedMeanwhileError(Exception):
 
 def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
     """Store a claim and return the keys of all claims; after an error, remove it as far as the storage answers."""
+
+    def list_claims(storage: Storage) -> list[str]:
+        claims = claim_keys(replace(run, storage=storage))
+        if key not in claims:
+            raise StorageError(
+                f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
+                "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
+            )
+        return claims
+
     try:
         run.put_json(key, asdict(attempt))
-        return claim_keys(run)
+        return run.ask("listing", run.layout.attempts, list_claims)
     except BaseException:
         with suppress(StorageError, OSError):
             run.storage.delete([key])
@@ -149,18 +155,26 @@ def check_fence(run: Run, attempt: int) -> None:
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
-        StorageError: If nothing of the run is listed, although it is there.
+        StorageError: If nothing of the run is listed, although it is there, as long as the storage is waited for.
 
     """
     after = f"{run.layout.attempts}{attempt:06d}"
-    numbers = {attempt_number(info.key) for info in run.storage.list(run.layout.attempts, after=after)}
+
+    def list_numbers(storage: Storage) -> set[int]:
+        return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
+
+    def list_again(storage: Storage) -> set[int]:
+        return list_numbers(storage) if run.lists_anything(storage) else set()
+
+    numbers = list_numbers(run.storage)
+    if attempt not in numbers:
+        numbers = run.ask("listing", run.layout.attempts, list_again)
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "
             "this process no longer owns the run and must stop"
         )
     if attempt not in numbers:
-        run.check_listed()
         raise FencedError(
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
             "or unmounted the run while it was being trained, so this process must stop"

@@ -14,7 +14,7 @@ from certificates import make_certificate
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
-from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
@@ -138,6 +138,23 @@ def test_nobody_is_fenced_and_no_run_is_missing_for_listings_that_stay_none(stor
             ask()
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
         CheckpointStore.open(storage, "other").check_begun()
+
+
+@pytest.mark.parametrize("number", [2, 4, 5, 12])
+def test_listings_that_are_none_for_a_while_are_waited_for(moto, proxy, number):
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    spec = StorageSpec(f"s3://{moto.new_bucket()}", options, RetryPolicy(20.0, 0.01, 0.01))
+    store = CheckpointStore.open(spec, "run")
+    claimed = claim_attempt(store, Owner.current(), world_size=1)
+    for ask in (
+        lambda: check_fence(store, claimed.number),
+        store.check_begun,
+        lambda: _put_claim(store, store.layout.attempt(2, "0123abcd"), replace(claimed, number=2)),
+    ):
+        bad = iter([Response(200, BAD_LISTINGS[1])] * number)
+        proxy.change = lambda _method, path, response, bad=bad: next(bad, response) if "list-type" in path else response
+        ask()
+        assert next(bad, None) is None
 
 
 def test_what_is_too_large_for_a_record_is_not_read_from_a_bucket(storage, proxy, monkeypatch):
