@@ -114,14 +114,17 @@ def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
     """Yield a file to read from its beginning to its end.
 
     Raises:
-        StorageError: If it ends before the size that it was opened with: some libraries take a lost connection for the end.
+        StorageError: If it ends before its size: some libraries take a lost connection for the end.
 
     """
     with _opened(fs, path) as file:
         if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
             file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         yield file
-        _require_read(path, file.tell(), _size_of(file))
+        size = getattr(file, "size", None)
+        num_read: int | None = None if size is None else file.tell()
+    if num_read is not None and num_read != size:  # that may be of the response as it was compressed
+        _require_read(path, num_read, fs.info(path)["size"])
 
 
 def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
@@ -139,8 +142,9 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
             there = min(num_bytes, file.stat().st_size - start)
             return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
         data: bytes = file.read(num_bytes)
-        _require_read(path, len(data), min(num_bytes, _size_of(file) - start))
-        return data
+    if len(data) < num_bytes:
+        _require_read(path, len(data), min(num_bytes, fs.info(path)["size"] - start))
+    return data
 
 
 @contextmanager
@@ -209,11 +213,6 @@ class _Received:
 
     def tell(self) -> int:
         return self._num_bytes
-
-
-def _size_of(file: Any) -> int:
-    """Return the size that the file had when it was opened; 0 where it does not say."""
-    return getattr(file, "size", None) or 0
 
 
 def _require_read(path: str, num_read: int, num_there: int) -> None:

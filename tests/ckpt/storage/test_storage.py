@@ -468,6 +468,14 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         with pytest.raises(StorageError, match=r"/run/x: 3 of [56] bytes came"):
             call(storage, tmp_path / "got")
 
+    def test_the_size_of_a_compressed_response_is_not_that_of_the_file(self, storage, monkeypatch, tmp_path):
+        storage.put_bytes("run/x", b"123456")
+        listed = {"name": "x", "size": 6, "type": "file"}
+        monkeypatch.setattr(memory.MemoryFileSystem, "info", lambda *_, **__: listed)
+        monkeypatch.setattr(memory.MemoryFile, "size", 25)
+        assert storage.get_file("run/x", tmp_path / "got") == storage.digest("run/x")
+        assert (tmp_path / "got").read_bytes() == b"123456"
+
     def test_an_unknown_scheme_is_refused_with_what_can_be_used(self):
         with pytest.raises(ValueError, match=r"nosuch.*Give a local path, s3://"):
             FsspecStorage("nosuch://place", {})
