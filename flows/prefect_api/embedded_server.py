@@ -202,6 +202,7 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
         raise PermissionError(": ".join(why))
     if (why := newer_database()) is not None:  # same
         raise RuntimeError(": ".join(why))
+    _reach_without_proxy("127.0.0.1")
     python, _, *module = args  # python -m uvicorn ...
     lifeline, own_end = os.pipe()
     try:
@@ -223,6 +224,14 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
     weakref.finalize(process, os.close, own_end).atexit = False  # Prefect's own end of it comes first
     _tied.add(process)
     return process
+
+
+def _reach_without_proxy(host: str) -> None:
+    """Let no proxy of the environment stand between this process, or what it starts, and a host."""
+    for name in [it for it in ("no_proxy", "NO_PROXY") if it in os.environ] or ["NO_PROXY"]:  # the first counts
+        others = [it.strip() for it in os.environ.get(name, "").split(",") if it.strip()]
+        if not {host, "*"} & {*others}:
+            os.environ[name] = ",".join([*others, host])
 
 
 def _watch(process: "subprocess.Popen[Any]") -> None:

@@ -3,6 +3,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import urllib.request
 from contextlib import closing
 
 import pytest
@@ -194,6 +195,21 @@ def test_a_server_that_dies_now_and_then_is_started_each_time(mortal, monkeypatc
         ended.set()
         thread.join()
     assert not keeper.has_given_up
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"NO_PROXY": "127.0.0.1"}),
+        ({"NO_PROXY": "a.b, c"}, {"NO_PROXY": "a.b,c,127.0.0.1"}),
+        ({"no_proxy": "a", "NO_PROXY": "*"}, {"no_proxy": "a,127.0.0.1", "NO_PROXY": "*"}),
+    ],
+)
+def test_no_proxy_stands_before_the_server_of_this_process(monkeypatch, before, after):
+    monkeypatch.setattr(os, "environ", {**before, "HTTP_PROXY": "http://proxy:3128"})
+    embedded_server._reach_without_proxy("127.0.0.1")
+    assert os.environ == {**after, "HTTP_PROXY": "http://proxy:3128"}
+    assert urllib.request.proxy_bypass_environment("127.0.0.1", urllib.request.getproxies_environment())
 
 
 def test_a_slow_first_start_has_a_minute_unless_a_setting_says_how_long():
