@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.retention import Order, Plan, RetentionPolicy, check_count, sort_by_score
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.ckpt.storage.opening import StorageLike, open_storage
 from prefect_torch.ckpt.text import utc_now
 
@@ -78,7 +78,7 @@ class CheckpointStore(Run):
 
         """
         if not isinstance(manifest, Manifest):
-            raise TypeError(f"{reprlib.repr(manifest)} is no manifest: store.checkpoint(store.get(id)) takes an id")
+            raise TypeError(f"{reprlib.repr(manifest)} is no manifest: store.get(id) returns that of an id")
         return Checkpoint.committed(self, manifest)
 
     def verify(self, manifest: Manifest, level: VerifyLevel = "digest") -> None:
@@ -91,9 +91,10 @@ class CheckpointStore(Run):
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
             CheckpointNotFoundError: If the checkpoint is being pruned.
+            TypeError: If `manifest` is none: `get` returns that of an id.
 
         """
-        verify(self, manifest, level)
+        self.checkpoint(manifest).verify(level)
 
     def prune(
         self, policy: RetentionPolicy, *, dry_run: bool = False, in_use: tuple[str, ...] = (), up_to: str | None = None
