@@ -123,9 +123,11 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
     answered = 0
     for token, key in asked.items():
         decides = decides_on(token.rpartition("-")[0])
-        question = None if decides is None else sweep.get_json(key)
-        if decides is None or question is None or sweep.get_json(_answered(sweep, token)) is not None:
-            continue  # taken back, or answered and not read yet
+        if decides is None or sweep.get_json(_answered(sweep, token)) is not None:
+            continue  # not to be answered, or not read yet
+        question = sweep.get_json(key)  # after its answer, since whoever has read that takes back the question first
+        if question is None:
+            continue
         sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
         answered += 1
     return answered

@@ -66,6 +66,23 @@ def test_a_question_is_answered_once_and_leaves_nothing(sweep):
     assert sweep.keys("") == []
 
 
+def test_an_answer_that_is_read_at_this_moment_is_not_given_again():
+    class ReadMeanwhile(MemoryStorage):
+        def get_bytes(self, key):
+            data = super().get_bytes(key)
+            if list(self.list(answered)):
+                self.delete([asked, answered])  # as the trial does
+            return data
+
+    asked, answered = (f"sweep/{kind}/{TRIAL}-0123456789abcdef.json" for kind in ("asked", "answered"))
+    storage = ReadMeanwhile()
+    sweep = Run(storage, Layout("sweep"), StorageSpec(storage.url))
+    sweep.put_json(asked, {"points": True})
+    assert answer_questions(sweep, {TRIAL: Deciding()}.get) == 1
+    assert answer_questions(sweep, {TRIAL: Deciding()}.get) == 0
+    assert sweep.keys("") == []
+
+
 def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):
     expect_nothing = answer_questions(sweep, {}.get)
     sweep.put_json(f"sweep/asked/{TRIAL}-0123456789abcdef", {"points": True})  # its trial was killed
