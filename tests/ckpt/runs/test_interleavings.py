@@ -1,12 +1,12 @@
 """Two leaders of one run, interleaved at every storage operation: an old one that does not know, and the one after it."""
 
-import threading
 from collections import Counter
 from datetime import datetime, timezone
 from functools import partial
 from itertools import islice
 
 import xxhash
+from greenlet import getcurrent, greenlet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_storage import MemoryStorage
@@ -36,61 +36,44 @@ DIGEST_OF_X = xxhash.xxh3_128_hexdigest(b"x")
 
 
 class Turns:
-    """Lets one of several threads do one storage operation at a time."""
+    """Lets one of several functions do one storage operation at a time, each in a greenlet of this thread."""
 
     def __init__(self):
-        self._lock = threading.Condition()
-        self._waiting: set[str] = set()
-        self._running = 0
-        self._next: str | None = None
+        self._waiting: dict[str, greenlet] = {}
 
     def start(self, name, function):
-        def work():
-            try:
-                function()
-            finally:
-                with self._lock:
-                    self._running -= 1
-                    self._lock.notify_all()
+        """Begin `function`, which goes on to its first operation."""
+        self._waiting[name] = greenlet(function)
+        self.give(name)
 
-        with self._lock:
-            self._running += 1
-        threading.Thread(target=work, name=name, daemon=True).start()
-
-    def take(self, name):
-        """Wait until it is `name`'s turn."""
-        with self._lock:
-            self._waiting.add(name)
-            self._lock.notify_all()
-            assert self._lock.wait_for(lambda: self._next == name, 30), "nobody gives it a turn"
-            self._next = None
-            self._waiting.remove(name)
+    def take(self):
+        """Wait for a turn."""
+        getcurrent().parent.switch()
 
     def waiting(self):
-        """Return who wants to go on, once everybody stands still."""
-        with self._lock:
-            assert self._lock.wait_for(lambda: self._next is None and len(self._waiting) == self._running, 30)
-            return sorted(self._waiting)
+        """Return who wants to go on."""
+        return sorted(self._waiting)
 
     def give(self, name):
-        with self._lock:
-            self._next = name
-            self._lock.notify_all()
+        """Let `name` go on to its next operation, or its end."""
+        self._waiting[name].switch()
+        if self._waiting[name].dead:
+            del self._waiting[name]
 
 
 class OneAtATime(WrappedStorage):
     """A leader's own view of the storage."""
 
-    def __init__(self, inner, turns, name):
+    def __init__(self, inner, turns):
         super().__init__(inner)
-        self.turns, self.name = turns, name
+        self.turns = turns
         self.has_claimed = False
 
     def local_path(self, key):
         return None
 
     def _do(self, verb, *args, **kwargs):
-        self.turns.take(self.name)
+        self.turns.take()
         self.has_claimed |= verb == "put_bytes" and args[0].startswith("run/attempts/")
         result = super()._do(verb, *args, **kwargs)
         return iter(list(result)) if verb == "list" else result
@@ -127,7 +110,7 @@ def test_whoever_claims_last_owns_the_run_and_what_was_reported_before_is_not_lo
     plain = MemoryStorage()
     store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
     turns = Turns()
-    leaders = {name: Leader(OneAtATime(plain, turns, name), tmp_path, name, reports=3) for name in "ab"}
+    leaders = {name: Leader(OneAtATime(plain, turns), tmp_path, name, reports=3) for name in "ab"}
     for name, leader in leaders.items():
         turns.start(name, leader)
     reported_before = {}  # by leader: the other's newest step when it began to claim
@@ -184,7 +167,7 @@ def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave
     turns = Turns()
     starters: dict[str, Starter] = {}
     for name in "abc":
-        starters[name] = Starter(OneAtATime(plain, turns, name), name, starters)
+        starters[name] = Starter(OneAtATime(plain, turns), name, starters)
     for name, starter in starters.items():
         turns.start(name, starter)
     choices = iter(schedule)
@@ -224,7 +207,7 @@ def every_order(one, other, before=lambda store, manifests: None, most_switches=
         before(store, manifests)
         turns, results, taken = Turns(), {}, []
         for name, function in (("one", one), ("other", other)):
-            view = CheckpointStore(OneAtATime(plain, turns, name), Layout("run"), StorageSpec(plain.url))
+            view = CheckpointStore(OneAtATime(plain, turns), Layout("run"), StorageSpec(plain.url))
             turns.start(name, partial(note_end, results, name, function, view, manifests))
         current = "one"
         while waiting := turns.waiting():
