@@ -507,8 +507,18 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
     num_many = 120  # a hundred are named at a time
 
     @pytest.fixture
-    def storage(self, sshd, tmp_path):
+    def unconnected(self, sshd, tmp_path):
         return FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", sshd.options())
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def connections(cls, sshd):
+        return FsspecStorage("sftp://127.0.0.1/tmp", sshd.options())._connections
+
+    @pytest.fixture
+    def storage(self, unconnected, connections):
+        unconnected._connections = connections  # to connect takes a fifth of a second
+        return unconnected
 
     @pytest.fixture
     def raw_keys(self, tmp_path):
@@ -592,17 +602,18 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         (tmp_path / "store/run/link").symlink_to(tmp_path / "outside")
         assert [info.key for info in storage.list("run/")] == ["run/x"]
 
-    def test_a_lost_connection_may_work_later_and_the_next_call_opens_another(self, storage):
+    def test_a_lost_connection_may_work_later_and_the_next_call_opens_another(self, unconnected):
+        storage = unconnected
         storage.put_bytes("run/x", b"1")
-        for lost in storage._connections._idle:
-            lost.client.close()
+        (lost,) = storage._connections._idle
+        lost.client.close()
         with pytest.raises(StorageError) as caught:
             storage.get_bytes("run/x")
         assert classify(caught.value) == "transient"
         assert storage.get_bytes("run/x") == b"1"
 
     def test_connections_are_closed_with_the_storage(self, sshd, tmp_path):
-        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", sshd.options())
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", sshd.options())
         storage.put_bytes("run/x", b"1")
         (connection,) = storage._connections._idle
         transport = connection.client.get_transport()
@@ -611,6 +622,11 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         gc.collect()
         transport.join(30)
         assert not transport.is_alive()
+
+    def test_requests_are_sent_at_once(self, storage):
+        storage.put_bytes("run/x", b"1")
+        (connection, *_) = storage._connections._idle
+        assert connection.client.get_transport().sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     def test_no_server_may_be_there_later(self, sshd, tmp_path):
         options = {**sshd.options(), "port": free_port()}
