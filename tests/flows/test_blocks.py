@@ -120,7 +120,7 @@ def server_of_one_key(good):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}"
         http.shutdown()
 
@@ -288,7 +288,7 @@ def test_a_session_token_signs_the_requests():
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         parameters = AwsClientParameters(endpoint_url=f"http://127.0.0.1:{http.server_port}")
         credentials = AwsCredentials(
             aws_access_key_id="key",
@@ -334,7 +334,7 @@ def server_with_its_own_certificate(folder):
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         http.socket = context.wrap_socket(http.socket, server_side=True)
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         yield f"https://127.0.0.1:{http.server_port}"
         http.shutdown()
 

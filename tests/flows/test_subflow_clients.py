@@ -47,7 +47,7 @@ def refusing(times, headers=()):
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     settings = {
         PREFECT_API_URL: f"http://127.0.0.1:{server.server_port}/api",
         PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,

@@ -192,7 +192,7 @@ class KubernetesServer:
                 pass
 
         self._http = ThreadingHTTPServer((LOOPBACK, 0), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         self.configuration = folder / "kubeconfig"
         self.configuration.write_text(

@@ -86,7 +86,7 @@ class ScriptedServer(S3Server):
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
             server = cls(f"http://127.0.0.1:{http.server_port}")
-            threading.Thread(target=http.serve_forever, daemon=True).start()
+            threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
             yield server
             http.shutdown()
 

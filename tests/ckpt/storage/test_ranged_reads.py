@@ -99,7 +99,7 @@ def test_a_range_with_the_status_of_a_whole_object_is_read_from_a_server_with_a_
     context, certificate = make_certificate(tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         options = S3Server(f"https://127.0.0.1:{server.server_port}").options()
         value = certificate if trust == "root_certificate" else "true"
         storage = ObstoreStorage("s3://bucket", {**options, trust: value})

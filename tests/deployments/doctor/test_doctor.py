@@ -42,7 +42,7 @@ def prefect_api(status):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         api = f"http://user:secret@127.0.0.1:{http.server_port}/api"
         with temporary_settings(
             {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}

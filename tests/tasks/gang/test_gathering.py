@@ -28,6 +28,7 @@ from servers import free_port
 def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
     """As that of an srun, which waits in the queue and says so."""
     monkeypatch.setattr(gathering_module, "_START_S", 0.01)
+    monkeypatch.setattr(gathering_module, "_END_S", 0.1)
     command = "echo queued and waiting for resources; sleep 600 #"
     cluster = Hosts(["a"], command=command, leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
@@ -180,6 +181,7 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(slurm_cluster, "_END_S", 0.1 if cancels else 60)
     monkeypatch.setattr(slurm_cluster, "_POLL_S", 0.01)
+    monkeypatch.setattr(gathering_module, "_END_S", 0.1)
     cluster = SlurmCluster(srun_arguments=["--job-name=own"], leader_address="127.0.0.1")
     request = MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
     with gather(cluster, request):
