@@ -93,12 +93,15 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
 def _watch(find: Callable[[], TerminationSignal | None], termination: Termination, has_ended: threading.Event) -> None:
     """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
-    cancelled_s: float | None = None
+    found_s: float | None = None
     while not has_ended.wait(_POLL_S) and not termination.is_requested:
         with suppress(httpx.HTTPError, ObjectNotFound):  # looked for again
             found, now_s = find(), time.monotonic()
-            cancelled_s = None if found is None else cancelled_s or now_s
-            if found is not None and (isinstance(found, Interruption) or now_s - (cancelled_s or now_s) >= _UNHEEDED_S):
+            if found is None:
+                found_s = None
+                continue
+            found_s = now_s if found_s is None else found_s
+            if isinstance(found, Interruption) or now_s - found_s >= _UNHEEDED_S:
                 termination.request(found)
 
 

@@ -1,14 +1,9 @@
-from dataclasses import replace
-
 import pytest
+from owners import HERE, OWNERS
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
-from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
-
-HERE = Owner.current()
-OWNERS = {"running": HERE, "lost": replace(HERE, started=0), "unknown": replace(HERE, host="elsewhere/boot")}
 
 
 @pytest.fixture
