@@ -1,7 +1,6 @@
 """The configuration of a search; the fields of the Run form in the Prefect UI."""
 
 import re
-import warnings
 from typing import Annotated, Any, Literal
 
 from prefect_torch.ckpt.runs.metrics import with_numbers
@@ -145,12 +144,11 @@ class SearchConfig(FormModel):
     def _warn_of_the_worst(self) -> "SearchConfig":
         high = [name for name in self.metrics if _HIGH_IS_GOOD.intersection(re.split(r"[\W_]+", name.lower()))]
         if high and "mode" not in self.model_fields_set:
-            warnings.warn(
+            self._warn_of_default(
+                "mode",
                 f"metric={high[0]!r} looks like one of which a high value is good, and the default mode, 'min', finds the "
                 "worst of it: give mode='max', or 'min' if that is meant",
-                stacklevel=3,
             )
-            self.model_fields_set.add("mode")  # a flow validates its arguments again: it warns once
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,5 @@
 """The configuration of a training; the fields of the Run form in the Prefect UI."""
 
-import warnings
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -221,12 +220,11 @@ class CheckpointConfig(_Config):
     def _warn_of_the_worst(self) -> "CheckpointConfig":
         name = self.checkpoint_score_attribute or ""
         if "loss" in name.rpartition("/")[2].lower() and "checkpoint_score_order" not in self.model_fields_set:
-            warnings.warn(
+            self._warn_of_default(
+                "checkpoint_score_order",
                 f"checkpoint_score_attribute={name!r} looks like a loss, and the default order, 'max', keeps the worst of it: "
                 "give checkpoint_score_order='min', or 'max' if that is meant",
-                stacklevel=3,
             )
-            self.model_fields_set.add("checkpoint_score_order")  # a flow validates its arguments again: it warns once
         return self
 
     def policy(self) -> RetentionPolicy:

@@ -1,5 +1,6 @@
 """How the forms of the Prefect UI show the options of a training."""
 
+import warnings
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -83,6 +84,11 @@ class FormModel(BaseModel):
 
     # Errors do not quote the value that they refuse: it may contain a password.
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
+
+    def _warn_of_default(self, field: str, message: str) -> None:
+        """Warn, from a validator, of a default that is hardly meant; once, though a flow validates its arguments again."""
+        warnings.warn(message, stacklevel=4)
+        self.model_fields_set.add(field)
 
     @model_validator(mode="before")
     @classmethod
