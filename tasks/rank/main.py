@@ -20,22 +20,21 @@ from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.errors import StorageNotSeenError
+from prefect_torch.tasks.rank.failures import of_exception
+from prefect_torch.tasks.rank.plain_result import encode_result
+from prefect_torch.tasks.rank.program.call import call_in_session, failure_of, flush_output
+from prefect_torch.tasks.rank.program.group_store import GroupStore
+from prefect_torch.tasks.rank.program.node_store import open_node
+from prefect_torch.tasks.rank.program.orderly_end import end_in_order
+from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import take_device
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
 from prefect_torch.tasks.rank.user_code.working_dir import enter_paths, unpacked, within
-
-from .call import call_in_session, failure_of, flush_output
-from .checkpoint_ref import CheckpointRef
-from .errors import StorageNotSeenError
-from .failures import of_exception
-from .group_store import GroupStore
-from .node_store import open_node
-from .orderly_end import end_in_order
-from .plain_result import encode_result
-from .rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
-from .spec import RankResult, RankSpec
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named
 from prefect_torch.tasks.liveness import is_being_trained
-from prefect_torch.tasks.rank.call import _as_metrics
+from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.observers import Observers
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from forked_programs import run_program
-from prefect_torch.tasks.rank import call, cpu_pickle
-from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
+from prefect_torch.tasks.rank.program import call, cpu_pickle
+from prefect_torch.tasks.rank.program.cpu_pickle import dump_on_cpu
 
 SUPPORT = Path(__file__).parents[2] / "support"
 DUMP = """
@@ -18,8 +18,8 @@ import sys
 import pretended_gpus
 pretended_gpus.hold_tensors()
 import torch
-from prefect_torch.tasks.rank import call, cpu_pickle
-from prefect_torch.tasks.rank.cpu_pickle import dump_on_cpu
+from prefect_torch.tasks.rank.program import call, cpu_pickle
+from prefect_torch.tasks.rank.program.cpu_pickle import dump_on_cpu
 
 class MyError(Exception):
     pass

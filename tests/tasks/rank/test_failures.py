@@ -21,9 +21,9 @@ from prefect_torch.ckpt import (
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
-from prefect_torch.tasks.rank import call
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first, hint_at_death, of_exception, of_returncode
+from prefect_torch.tasks.rank.program import call
 from rank_specs import rank_spec
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
-from prefect_torch.tasks.rank.node_store import open_node
+from prefect_torch.tasks.rank.program.node_store import open_node
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
 from prefect_torch.tasks.rank.spec import MOST_SENDERS, RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 SERVE = """
 import sys
-from prefect_torch.tasks.rank.node_store import open_node
+from prefect_torch.tasks.rank.program.node_store import open_node
 from prefect_torch.tasks.rank.rendezvous import Address, connect
 from test_node_store import Place
 

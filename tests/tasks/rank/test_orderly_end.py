@@ -7,7 +7,7 @@ import time
 PROGRAM = """
 import atexit, ctypes, os, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from prefect_torch.tasks.rank import orderly_end
+from prefect_torch.tasks.rank.program import orderly_end
 
 def wait_and_print(seconds, text):
     time.sleep(seconds)

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
-from prefect_torch.tasks.rank.group_store import GroupStore
+from prefect_torch.tasks.rank.program.group_store import GroupStore
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect
 from rank_specs import rank_spec
 from torch.distributed import DistNetworkError, DistStoreError

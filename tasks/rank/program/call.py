@@ -12,16 +12,16 @@ from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.text import clip, encodable
+from prefect_torch.tasks.rank.errors import RankFailureKind
+from prefect_torch.tasks.rank.failures import of_exception
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
+from prefect_torch.tasks.rank.tracebacks import message_line, user_traceback
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, takes_config
 
 from .cpu_pickle import dump_on_cpu
-from .errors import RankFailureKind
-from .failures import of_exception
-from .spec import RankResult, RankSpec
-from .tracebacks import message_line, user_traceback
 
 _MOST_TEXT = 100_000  # characters of a traceback
 

@@ -5,9 +5,8 @@ from typing import TypeVar
 
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue, MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
-
-from .rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
-from .spec import RankSpec
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
+from prefect_torch.tasks.rank.spec import RankSpec
 
 T = TypeVar("T")
 _LATEST_S = 300.0  # until the first rank of the machine has imported torch, on the slowest disk

@@ -3,8 +3,8 @@
 import os
 import time
 
-from .rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
-from .spec import RankSpec
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
+from prefect_torch.tasks.rank.spec import RankSpec
 
 _PORT_KEY = "port of the process groups"
 _LEFT_KEY = "left the process group"
