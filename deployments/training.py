@@ -19,8 +19,8 @@ from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.calls.short_tracebacks import large_parameters_explained
 from prefect_torch.flows.planning import PlanLine, compare_grace
-from prefect_torch.flows.short_tracebacks import large_parameters_explained
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 

@@ -8,6 +8,7 @@ from prefect import flow
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -27,7 +28,6 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import find_named, gpus_for, machines_for
-from .short_tracebacks import short_tracebacks, shorten_logs
 
 
 @short_tracebacks

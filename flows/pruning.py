@@ -7,6 +7,7 @@ from prefect import flow
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -14,7 +15,6 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
 from .monitoring.pages.runs_page import refresh_runs_page
-from .short_tracebacks import short_tracebacks
 
 
 @short_tracebacks

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
@@ -55,7 +56,6 @@ from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.sweeps.summary import show_sweep, summarize_sweep
-from .short_tracebacks import short_tracebacks, shorten_logs
 from .sweep_result import SweepResult
 
 

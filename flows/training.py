@@ -8,6 +8,8 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
@@ -31,7 +33,6 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import gpus_for, initial_checkpoint, machines_for, name_of_flow_run, restarted_by_this
-from .cluster_runner import with_cluster_of_runner
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
@@ -42,7 +43,6 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.pages.setup import Setup
-from .short_tracebacks import short_tracebacks, shorten_logs
 
 
 @short_tracebacks

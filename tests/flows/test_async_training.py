@@ -14,7 +14,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
 from prefect_torch.flows import Result, RunConfig, ScalingConfig, atrain, prune, train
-from prefect_torch.flows.awaited_call import check_not_awaited
+from prefect_torch.flows.calls.awaited_call import check_not_awaited
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
 pytestmark = pytest.mark.filterwarnings(

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 from prefect import flow
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.final_state import completed
-from prefect_torch.flows.short_tracebacks import short_tracebacks
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import FailureConfig, interruptions, leading, train
+from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
-from prefect_torch.flows.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination, TerminationSwitch
 
 SUPPORT = Path(__file__).parents[1] / "support"

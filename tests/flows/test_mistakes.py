@@ -17,10 +17,10 @@ from prefect.exceptions import ParameterBindError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect_servers import rows, wait_until
-from prefect_torch.flows import short_tracebacks as module
 from prefect_torch.flows import train
+from prefect_torch.flows.calls import short_tracebacks as module
+from prefect_torch.flows.calls.short_tracebacks import ShortTracebacks, short_tracebacks
 from prefect_torch.flows.monitoring.terminal import show_short
-from prefect_torch.flows.short_tracebacks import ShortTracebacks, short_tracebacks
 from prefect_torch.tasks.rank import tracebacks
 
 MISTAKES = Path(__file__).parents[1] / "support/mistakes.py"

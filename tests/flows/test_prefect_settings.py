@@ -15,7 +15,8 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
-from prefect_torch.flows import short_tracebacks, train
+from prefect_torch.flows import train
+from prefect_torch.flows.calls import short_tracebacks
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.outage import _RETRIES, _defaults
 from prefect_torch.flows.prefect_api.settings import settings_with, using, without_retries

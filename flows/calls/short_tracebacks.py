@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
+from prefect_torch.flows.leading import set_terminated_state
+from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals, show_short
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.flows.prefect_api.final_state import call_for_result
 from prefect_torch.flows.prefect_api.settings import without_empty_url
@@ -22,8 +24,6 @@ from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_f
 
 from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
-from .leading import set_terminated_state
-from .monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals, show_short
 from .submitted_call import terminated_with_caller
 
 P = ParamSpec("P")
