@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.state.key_order import KeyOrder, key_of, needed_orders
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, parse
 
-from .key_order import KeyOrder, key_of, needed_orders
 from .plan import Step, lie_apart
 
 INDEX_FILE = ".state.json"

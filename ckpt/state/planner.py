@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prefect_torch.ckpt.errors import ReportMismatchError
+from prefect_torch.ckpt.state.plan import TensorShard, WriteItem, plan_writes
 from prefect_torch.ckpt.text import show_some
 
 from .index import rank_name, rank_of
-from .plan import TensorShard, WriteItem, plan_writes
 
 _logger = logging.getLogger(__name__)
 

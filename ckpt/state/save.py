@@ -11,17 +11,27 @@ from typing import Any
 import torch
 import xxhash
 from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.state.index import (
+    ArrayKind,
+    Chunk,
+    StateIndex,
+    TensorEntry,
+    ValueEntry,
+    rank_name,
+    rank_of,
+    tensors_file,
+    values_file,
+)
+from prefect_torch.ckpt.state.key_order import KeyOrder
+from prefect_torch.ckpt.state.objects.flatten import Describer, Leaf, flatten, is_small, is_unowned
+from prefect_torch.ckpt.state.objects.replicas import ReplicaSampler
+from prefect_torch.ckpt.state.objects.values import Value, capture_values, digest_tensors
+from prefect_torch.ckpt.state.plan import TensorShard, WriteItem
 from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.text import show_some
 
-from .flatten import Describer, Leaf, flatten, is_small, is_unowned
-from .index import ArrayKind, Chunk, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of, tensors_file, values_file
-from .key_order import KeyOrder
-from .plan import TensorShard, WriteItem
 from .planner import StateDecision, StateDescription
-from .replicas import ReplicaSampler
-from .values import Value, capture_values, digest_tensors
 
 BLOCK_BYTES = 4 * 2**20  # raw data with a digest of its own: a load must read a whole block to verify any byte of it
 _MUCH_TO_COMPARE = 64 * 2**20  # takes some ten milliseconds

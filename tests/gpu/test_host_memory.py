@@ -10,12 +10,12 @@ import pytest
 import torch
 from gpu_states import GIB, Holder
 from prefect_torch.ckpt import get_checkpoint, report
-from prefect_torch.ckpt.state.flatten import Leaf
 from prefect_torch.ckpt.state.loading import read
+from prefect_torch.ckpt.state.objects.flatten import Leaf
+from prefect_torch.ckpt.state.objects.values import capture_values, digest_tensors
 from prefect_torch.ckpt.state.staging import device_copies, host_memory
 from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
 from prefect_torch.ckpt.state.staging.host_memory import HostMemory
-from prefect_torch.ckpt.state.values import capture_values, digest_tensors
 from ranks import Attempt, in_training
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -5,11 +5,11 @@ from typing import Any, TypeAlias
 
 import torch
 from prefect_torch.ckpt.errors import RankLocalStateError, StateMismatchError
-from prefect_torch.ckpt.state.arrays import as_array
 from prefect_torch.ckpt.state.index import StateIndex, TensorEntry, ValueEntry, rank_of
 from prefect_torch.ckpt.state.key_order import hashable, key_of, ordered
+from prefect_torch.ckpt.state.objects.arrays import as_array
+from prefect_torch.ckpt.state.objects.tensors import local_part
 from prefect_torch.ckpt.state.plan import Step, path_name
-from prefect_torch.ckpt.state.tensors import local_part
 
 from .read import Block, StateReader, stored_value, value_block
 from .targets import FilledMemory, why_unwritable

@@ -12,10 +12,10 @@ import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.state.index import ValueEntry
+from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
 from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.state.staging.device_copies import wait_for_current_streams
 from prefect_torch.ckpt.state.staging.host_memory import HostMemory
-from prefect_torch.ckpt.state.values import read_value, why_unreadable
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage

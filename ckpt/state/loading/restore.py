@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
-from prefect_torch.ckpt.state.arrays import array_kind, as_array, memory_of_array
-from prefect_torch.ckpt.state.flatten import check_is_dict, is_plain, is_stateful
 from prefect_torch.ckpt.state.index import TensorEntry
 from prefect_torch.ckpt.state.key_order import hashable
-from prefect_torch.ckpt.state.parameters import ParameterNames, clean_names, is_by_parameter, unwrap
+from prefect_torch.ckpt.state.objects.arrays import array_kind, as_array, memory_of_array
+from prefect_torch.ckpt.state.objects.flatten import check_is_dict, is_plain, is_stateful
+from prefect_torch.ckpt.state.objects.parameters import ParameterNames, clean_names, is_by_parameter, unwrap
+from prefect_torch.ckpt.state.objects.tensors import Place, local_tensor, place_of
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.state.staging.device_copies import bytes_of
-from prefect_torch.ckpt.state.tensors import Place, local_tensor, place_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
-from prefect_torch.ckpt.state.arrays import array_kind, tensor_of
-from prefect_torch.ckpt.state.staging.device_copies import bytes_of
-from prefect_torch.ckpt.state.tensors import (
+from prefect_torch.ckpt.state.objects.arrays import array_kind, tensor_of
+from prefect_torch.ckpt.state.objects.tensors import (
     Place,
     has_own_operations,
     is_dtensor,
@@ -18,6 +17,7 @@ from prefect_torch.ckpt.state.tensors import (
     what_wraps,
     why_unstorable,
 )
+from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 
 def filled(target: Any, value: Any) -> Any:

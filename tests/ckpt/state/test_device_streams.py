@@ -325,8 +325,8 @@ def test_tensors_that_no_module_holds_are_compared_by_the_gpu(world_size, tmp_pa
 
 @on_simulated_gpu
 def test_all_digests_come_to_the_host_with_one_copy_and_all_small_tensors_with_another(tmp_path):
-    from prefect_torch.ckpt.state.flatten import Leaf  # noqa: PLC0415 - of a mutant, perhaps
-    from prefect_torch.ckpt.state.values import capture_values, digest_tensors  # noqa: PLC0415
+    from prefect_torch.ckpt.state.objects.flatten import Leaf  # noqa: PLC0415 - of a mutant, perhaps
+    from prefect_torch.ckpt.state.objects.values import capture_values, digest_tensors  # noqa: PLC0415
 
     leaves = [Leaf(str(size), (str(size),), gpu.on_device(torch.arange(float(size)))) for size in (1, 3, 20_000, 30_001)]
     before = gpu.counts.copy()

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import ReportMismatchError
+from prefect_torch.ckpt.state.objects.tensors import box_of
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
 from prefect_torch.ckpt.state.planner import StateDescription, StatePlanner
-from prefect_torch.ckpt.state.tensors import box_of
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

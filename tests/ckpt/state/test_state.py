@@ -33,12 +33,12 @@ from prefect_torch.ckpt.reporting.rank_report import Report
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import new_id
-from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
-from prefect_torch.ckpt.state.parameters import _reshard
+from prefect_torch.ckpt.state.objects.flatten import flatten
+from prefect_torch.ckpt.state.objects.parameters import _reshard
+from prefect_torch.ckpt.state.objects.tensors import is_dtensor
 from prefect_torch.ckpt.state.staging import buffer
 from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
-from prefect_torch.ckpt.state.tensors import is_dtensor
 from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES, LocalStorage
 from ranks import Attempt, folder, read_files
 from states import check_equal, make_state, make_training, take_step
@@ -223,7 +223,7 @@ def test_what_ddp_wraps_within_a_module_has_the_name_of_what_it_wraps(store, gro
         reported, state = make_pair(wraps[stored_by], 1), make_pair(wraps[loaded_by], 2)
         with monkeypatch.context() as patch:
             if by_former:
-                patch.setattr("prefect_torch.ckpt.state.parameters._prefixes_of_ddp", lambda module: [])
+                patch.setattr("prefect_torch.ckpt.state.objects.parameters._prefixes_of_ddp", lambda module: [])
             assert Attempt(store).run(lambda session, _, it=reported: session.report({}, state=it, upload="sync")) == [None]
         load(newest(store), state)
         check_equal(tensors_of(state), tensors_of(reported))

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.state.flatten import flatten
 from prefect_torch.ckpt.state.loading import read
-from prefect_torch.ckpt.state.tensors import local_part
-from prefect_torch.ckpt.state.values import read_value, why_unreadable
+from prefect_torch.ckpt.state.objects.flatten import flatten
+from prefect_torch.ckpt.state.objects.tensors import local_part
+from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
 from ranks import Attempt
 from states import check_equal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

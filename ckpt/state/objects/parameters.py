@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-
-from .plan import Step, path_name
-from .rank_local import RankLocal
+from prefect_torch.ckpt.state.plan import Step, path_name
+from prefect_torch.ckpt.state.rank_local import RankLocal
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
 

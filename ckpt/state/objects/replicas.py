@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 import xxhash
+from prefect_torch.ckpt.state.index import rank_of
 from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.state.staging.device_copies import brought_to_host
 
 from .flatten import Leaf
-from .index import rank_of
 from .tensors import is_dtensor
 
 _TENSORS = 8  # of each module and optimizer

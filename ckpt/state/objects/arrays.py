@@ -4,8 +4,7 @@ import sys
 from typing import Any
 
 import torch
-
-from .index import ArrayKind
+from prefect_torch.ckpt.state.index import ArrayKind
 
 
 def array_kind(value: object) -> ArrayKind | None:

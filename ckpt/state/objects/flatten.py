@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.state.index import ArrayKind, rank_name, rank_of
+from prefect_torch.ckpt.state.key_order import KeyOrder
+from prefect_torch.ckpt.state.plan import Step, TensorShard, path_name
+from prefect_torch.ckpt.state.rank_local import RankLocal
 
 from .arrays import array_kind, tensor_of
-from .index import ArrayKind, rank_name, rank_of
-from .key_order import KeyOrder
 from .parameters import (
     ParameterNames,
     check_has_no_flat,
@@ -20,8 +22,6 @@ from .parameters import (
     renamed_optimizer_state,
     unwrap,
 )
-from .plan import Step, TensorShard, path_name
-from .rank_local import RankLocal
 from .tensors import DTYPE_NAMES, has_own_operations, is_dtensor, local_part, storable, what_wraps
 
 _PLAIN = {type(None), bool, int, float, str}

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 import xxhash
+from prefect_torch.ckpt.state.plan import Step
 from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, sums_of_words
 
 from .flatten import Leaf
-from .plan import Step
 from .tensors import DTYPE_NAMES
 
 _PLAIN = {type(None), bool, float, str}

@@ -7,8 +7,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 import torch
-
-from .index import DTYPE_BYTES
+from prefect_torch.ckpt.state.index import DTYPE_BYTES
 
 _USUAL = {torch.Tensor, torch.nn.Parameter}
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_BYTES if hasattr(torch, name)}
