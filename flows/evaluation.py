@@ -8,7 +8,8 @@ from prefect import flow
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
+from prefect_torch.flows.calls.log_filter import shorten_logs
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint

@@ -13,7 +13,8 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
-from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
+from prefect_torch.flows.calls.log_filter import shorten_logs
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages

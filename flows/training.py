@@ -9,7 +9,8 @@ from prefect.client.orchestration import get_client
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
-from prefect_torch.flows.calls.short_tracebacks import short_tracebacks, shorten_logs
+from prefect_torch.flows.calls.log_filter import shorten_logs
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed

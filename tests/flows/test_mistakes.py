@@ -19,7 +19,8 @@ from prefect.states import Failed
 from prefect_servers import rows, wait_until
 from prefect_torch.flows import train
 from prefect_torch.flows.calls import short_tracebacks as module
-from prefect_torch.flows.calls.short_tracebacks import ShortTracebacks, short_tracebacks
+from prefect_torch.flows.calls.log_filter import FlowLogFilter
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.tasks.rank import tracebacks
 
@@ -202,7 +203,7 @@ def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_traceb
     record = logging.makeLogRecord(
         {"msg": "Encountered exception during execution: %r", "flow_name": "train", "exc_info": raised}
     )
-    assert ShortTracebacks().filter(record)
+    assert FlowLogFilter().filter(record)
     assert record.exc_info is raised
 
 
@@ -225,15 +226,15 @@ def test_a_training_under_another_flow_name_logs_no_more_than_under_its_own():
     renamed = train.with_options(name="renamed").with_options(retries=1)
     for name, level in ((train.name, logging.DEBUG), (renamed.name, logging.DEBUG), ("another", logging.INFO)):
         record = logging.makeLogRecord({"msg": "Beginning flow run 'a'", "flow_name": name, "levelno": logging.INFO})
-        ShortTracebacks().filter(record)
+        FlowLogFilter().filter(record)
         assert record.levelno == level, name
     for name, is_kept in ((renamed.name, False), ("another", True)):
         refused = f"Parameter validation failed for flow {name!r} with parameters"
-        assert ShortTracebacks().filter(logging.makeLogRecord({"msg": refused})) is is_kept, name
+        assert FlowLogFilter().filter(logging.makeLogRecord({"msg": refused})) is is_kept, name
 
 
 def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
     state = Failed(message="it broke\n  in 'this' line\nand that")
     record = logging.makeLogRecord({"msg": f"Finished in state {state}", "flow_name": "train"})
-    assert ShortTracebacks().filter(record)
+    assert FlowLogFilter().filter(record)
     assert record.getMessage() == """Finished in state Failed("it broke")"""

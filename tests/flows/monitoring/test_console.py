@@ -24,7 +24,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, read_outc
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result
-from prefect_torch.flows.calls.short_tracebacks import shorten_logs
+from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.monitoring.console import console_progress
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 

@@ -1,0 +1,148 @@
+"""The log of this package's flows: Prefect's records of them, shortened, at the right level, and none that repeats another."""
+
+import logging
+import re
+from contextvars import ContextVar
+
+from prefect_torch.flows.leading import set_terminated_state
+from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, user_traceback
+
+_RETRY = "Task run failed with %s: %r - Retry %s/%s"
+_HOOK = set_terminated_state.__name__
+_RAISED = "Encountered exception during execution"
+_FAILED = "Finished in state Failed"
+_LOGGED_WITH_LOCATION = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.LocationObserver
+_ABORTED = "Finished in state Crashed('Execution was aborted"
+_kinds = {name: name for name in ("train", "sweep", "evaluate", "prune")}  # by flow name, of which `with_options` adds more
+_INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
+is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
+_VALIDATION = "Parameter validation failed for flow "
+# What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
+_LEVELS = (
+    ("train_rank", "Completed", logging.DEBUG),
+    ("train_node", "Completed", logging.DEBUG),
+    ("train_rank", "Cancelled", logging.DEBUG),  # the consequence of what the attempt's record says
+    ("train_node", "Cancelled", logging.DEBUG),
+    ("train_workers", "Crashed", logging.INFO),
+    ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
+    ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
+    ("prune_checkpoints", "Completed", logging.DEBUG),
+)
+_LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
+
+
+class FlowLogFilter(logging.Filter):
+    """Shortens, drops, or gives another level to, what Prefect logs of this package's flows; other records stay as they are.
+
+    The log of the failed rank has its traceback, so it is not repeated. Of any other exception the frames of the user remain.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is of use, and shorten it."""
+        if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
+            record.exc_info = None
+            record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
+        if _is_repetition(record) or _is_of_termination(record):
+            return False
+        if _is_of_flow(record) and str(record.msg).startswith(_FAILED):
+            _set_level(record, logging.ERROR)
+            record.msg = _LATER_LINES.sub("", str(record.msg))
+        level = _level_of(record)
+        if level is None:
+            return True
+        _set_level(record, level)
+        return logging.getLogger(record.name).isEnabledFor(level)
+
+
+def _is_raised_to_caller(record: logging.LogRecord) -> bool:
+    """Return whether an exception, or the log of a terminated training, tells the flow's caller what the record has.
+
+    It has the state of a failed flow, of arguments that were refused, or of the attempts of a training that was terminated.
+    """
+    text = str(record.msg)
+    if is_called.get() and text.startswith(_ABORTED):
+        return getattr(record, "task_name", "") == "train_workers"
+    if not is_called.get() or not text.startswith(_FAILED):
+        return False
+    return _is_of_flow(record) or _INVALID in record.getMessage()
+
+
+_FILTER = FlowLogFilter()
+_HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_raised_to_caller)
+
+
+def shorten_logs() -> None:
+    """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process.
+
+    No flow ends because nobody reads its lines any longer.
+    """
+    for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).addFilter(_FILTER)  # adding it again has no effect
+    filter_terminals(_HIDDEN_AT_TERMINAL)
+    outlive_terminals()
+
+
+def add_name(name: str, original: str) -> None:
+    """Treat records of the flow `name` as those of the flow `original`, if that is one of this package."""
+    if original in _kinds:
+        _kinds[name] = _kinds[original]
+
+
+def _is_repetition(record: logging.LogRecord) -> bool:
+    """Return whether another record, or the exception that is raised, says the same."""
+    text = str(record.msg)
+    if text.startswith(_VALIDATION) and any(text.startswith(f"{_VALIDATION}{name!r}") for name in _kinds):
+        return True  # the engine's record says it without all parameters
+    if is_called.get() and record.getMessage().startswith(_INVALID):
+        return True  # the record of the state, and the exception
+    if text.startswith(_RAISED) and _is_of_flow(record):
+        # The record of the state has it. An error that has not passed this package is of a user's flow of the same name.
+        return not record.exc_text and not record.exc_info
+    # It counts retries up to a million; the training logs its own budget.
+    return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
+
+
+def _level_of(record: logging.LogRecord) -> int | None:
+    """Return the level of a record about a state that says more, or less, than Prefect supposes; None for others."""
+    text, task = str(record.msg), getattr(record, "task_name", None)
+    if _kind_of(record) == "train":
+        if task is None and text.startswith(_LOGGED_WITH_LOCATION):
+            return logging.DEBUG
+        if task == "train_rank" and text.startswith(_FAILED):
+            return logging.DEBUG  # the attempt's record has its message, and that of a failure which it caused is no news
+    for name, state, level in _LEVELS:
+        if task == name and text.startswith(f"Finished in state {state}"):
+            return level
+    return None
+
+
+def _set_level(record: logging.LogRecord, level: int) -> None:
+    record.levelno, record.levelname = level, logging.getLevelName(level)
+
+
+def _is_of_flow(record: logging.LogRecord) -> bool:
+    """Return whether `record` is of a flow run of this package, and of no task run."""
+    return _kind_of(record) is not None and getattr(record, "task_name", None) is None
+
+
+def _kind_of(record: logging.LogRecord) -> str | None:
+    """Return which flow of this package `record` is of, whatever name it was given; None of others."""
+    return _kinds.get(getattr(record, "flow_name", ""))
+
+
+def _is_of_termination(record: logging.LogRecord) -> bool:
+    """Return whether `record` is about a training that is terminated, or about the hook that names the reason in its state.
+
+    The training logs why it was terminated, and what is safe.
+    """
+    text = str(record.msg)
+    if _kind_of(record) != "train":
+        return False
+    return text.startswith("Crash detected! Execution was ") or (f"hook '{_HOOK}'" in text.replace("Hook", "hook"))
+
+
+def _frames(error: BaseException) -> str | None:
+    """Return the user's traceback, or None if no frame of it is the user's: Prefect's message has the exception."""
+    return user_traceback(error).rstrip() if is_defect(error) or has_user_frames(error) else None
