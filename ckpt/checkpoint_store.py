@@ -11,6 +11,7 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.deletion.marks import is_marked
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
+from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.layout import Layout, is_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import clean_metrics
@@ -45,7 +46,7 @@ class CheckpointStore(Run):
         with each request.
         A checkpoint that is damaged, or that a newer version committed, is left out with a warning.
         """
-        return self.list_readable()[1]
+        return list_manifests(self)[1]
 
     def latest(self) -> Manifest | None:
         """Return the newest readable checkpoint, or None; costs at most three requests while the hint is valid.

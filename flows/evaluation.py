@@ -6,7 +6,9 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
@@ -183,7 +185,7 @@ def _choose(
     if run is None:
         raise ValueError("give run, the name of the run to evaluate, or checkpoints")
     store = CheckpointStore.open(storage, run)
-    store.check_begun()
+    check_begun(store)
     return _new_checkpoints(store, name, poll_s)
 
 
@@ -209,7 +211,7 @@ def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[Chec
     seen.update(listed.id for listed in new)
     return [
         CheckpointRef(store.spec, store.run, manifest.id)
-        for manifest in store.readable(new)
+        for manifest in read_manifests(store, new)
         if name not in manifest.evaluations
     ]
 

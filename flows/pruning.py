@@ -6,6 +6,7 @@ from typing import Annotated
 from prefect import flow
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
+from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
@@ -92,7 +93,7 @@ def _read_policies(
                 found[name] = status.attempt.policy
             else:
                 if must_exist:
-                    store.check_begun()
+                    check_begun(store)
                 get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
         except CheckpointError as exc:
             get_run_logger().error("run %r is not pruned: %s", name, exc)

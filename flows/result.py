@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
+from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
@@ -125,7 +127,7 @@ class Result:
         store = CheckpointStore.open(storage, run)
         status = read_status(store)
         if status is None:
-            store.check_begun()
+            check_begun(store)
             raise CheckpointCorruptError(
                 f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
                 "CheckpointStore.list() returns its checkpoints"
@@ -133,7 +135,7 @@ class Result:
         attempt, outcome = status.attempt, status.outcome
         if attempt.is_sweep:
             raise ValueError(f"run {run!r} in {store.storage.url} is a sweep: read it by SweepResult.from_storage(...)")
-        listed, manifests = store.list_readable()
+        listed, manifests = list_manifests(store)
         history = read_history(store, listed)
         policy = attempt.policy
         best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)

@@ -11,6 +11,7 @@ from typing import Any
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -174,7 +175,7 @@ def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> 
         if record.checkpoint is not None:
             known.add(record.checkpoint)
     existing = run.listed() if listed is None else listed
-    late += [_record_of(manifest) for manifest in run.readable(it for it in existing if it.id not in known)]
+    late += [_record_of(manifest) for manifest in read_manifests(run, (it for it in existing if it.id not in known))]
     return _with_late(records, late) if late else records
 
 
@@ -221,7 +222,7 @@ def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> 
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
     recorded = dict(zip(before, read_all(before, partial(newest_recorded, run)), strict=True))
     lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
-    return [_record_of(manifest) for manifest in run.readable(lost)]
+    return [_record_of(manifest) for manifest in read_manifests(run, lost)]
 
 
 def newest_recorded(run: Run, attempt: int | None = None) -> str:

@@ -2,9 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,19 +11,15 @@ from prefect_torch.ckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     MalformedRecordError,
-    StorageError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
-from prefect_torch.ckpt.runs.index.segments import FEW, Entry, read_index
 from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
 from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
-from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.storage.records import parse
 from prefect_torch.ckpt.storage.sizes import find_size
@@ -33,7 +28,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-_PAGE = 1000  # objects in one answer to a listing
 _logger = logging.getLogger(__name__)
 
 
@@ -92,21 +86,6 @@ class Run:
         """Return a checkpoint's location: a local path or a URL, as `Checkpoint` takes it."""
         return self._location_of(self.layout.data(checkpoint_id)).rstrip("/")
 
-    def has_begun(self) -> bool:
-        """Return whether the run exists: an attempt has claimed it, or it has checkpoints; a listing, and more requests if not.
-
-        Raises:
-            StorageError: If such a listing cannot be believed.
-
-        """
-        return self.ask("listing", self.name, self._is_listed)
-
-    def _is_listed(self, storage: Storage) -> bool:
-        def find_any() -> bool:
-            return any(next(iter(storage.list(prefix)), None) for prefix in (self.layout.attempts, self.layout.manifests))
-
-        return find_any() or (self.lists_anything(storage) and find_any())
-
     def ask(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
         """Return what `call` returns, repeated as a request of the storage is where it raises StorageError.
 
@@ -118,38 +97,6 @@ class Run:
         """
         repeat: Callable[[str, str, Callable[[Storage], T]], T] | None = getattr(self.storage, "do", None)
         return call(self.storage) if repeat is None else repeat(doing, key, call)
-
-    def lists_anything(self, storage: Storage) -> bool:
-        """Return whether anything of the run is listed; what an earlier listing left out is then to be listed once more.
-
-        Costs a listing, and a request for the run's first object if there is nothing.
-
-        Raises:
-            StorageError: If nothing is listed, although the first object is there: a gateway answers each listing with a page
-                of its own, and the status of a success.
-
-        """
-        if next(iter(storage.list(f"{self.name}/")), None) is not None:
-            return True
-        try:
-            storage.size(self.layout.run_info)
-        except FileNotFoundError:
-            return False
-        raise StorageError(
-            f"{self.storage.url} lists nothing of run {self.name!r}, and has its {self.layout.run_info}: something before the "
-            "storage answers listings in its place"
-        )
-
-    def check_begun(self) -> None:
-        """Raise FileNotFoundError unless the run exists.
-
-        Raises:
-            FileNotFoundError: If it does not.
-            StorageError: If listings cannot be believed.
-
-        """
-        if not self.has_begun():
-            raise FileNotFoundError(f"there is no run {self.name!r} in {self.storage.url}")
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
@@ -219,6 +166,18 @@ class Run:
                 self.memory.remember(manifest)
         return with_evaluations(self.storage, self.layout, manifest, listed.evaluations)
 
+    def read_or_leave_out(self, listed: ListedCheckpoint) -> Manifest | None:
+        """Return the manifest as `read` does; None, with a warning, if it is damaged or a newer version committed it."""
+        if self.memory is not None and self.memory.is_left_out(listed.id):
+            return None
+        try:
+            return self.read(listed)
+        except (CheckpointCorruptError, UnsupportedFormatError) as exc:
+            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.name, exc)
+            if self.memory is not None:
+                self.memory.leave_out(listed.id)
+            return None
+
     def committed(self, checkpoint_id: str) -> Manifest:
         """Return the manifest of `checkpoint_id` as it was committed, without attached metrics; one small read.
 
@@ -255,56 +214,6 @@ class Run:
         if manifest.id != checkpoint_id:
             raise MalformedRecordError(f"{self._location_of(key)} describes {manifest.id}")
         return manifest
-
-    def list_readable(self) -> tuple[list[ListedCheckpoint], list[Manifest]]:
-        """Return all checkpoints, and the manifests of those that can be read, as `listed` and `readable` do.
-
-        The parts of a long listing are requested concurrently, divided between checkpoints that are remembered or indexed.
-        """
-        index: dict[str, Entry] = {}
-
-        def splits() -> list[str]:
-            known = [] if self.memory is None else self.memory.ids()
-            if len(known) < _PAGE:
-                index.update(index or read_index(self.storage, self.layout))
-                known = list(index)
-            part = max(_PAGE, -(-len(known) // AT_ONCE))
-            return [f"{self.layout.manifests}{it[:-1]}" for it in sorted(known)[part::part]]
-
-        with no_collection():
-            listed = read_listing(self.layout, self.storage.list(self.layout.manifests, splits=splits))
-            return listed, self.readable(listed, index or None)
-
-    def readable(self, listed: Iterable[ListedCheckpoint], index: Mapping[str, Entry] | None = None) -> list[Manifest]:
-        """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning.
-
-        Many are read from the run's index, as far as it has them; the others cost a small read each.
-
-        Args:
-            listed: The checkpoints.
-            index: The run's index, if it has just been read.
-
-        """
-        wanted = list(listed)
-        indexed = self._indexed(wanted, index)
-        read = [it for it in wanted if it.evaluations or it.id not in indexed]
-        found = dict(zip((it.id for it in read), read_all(read, partial(self._readable, indexed)), strict=True))
-        manifests = (found[it.id] if it.id in found else indexed[it.id] for it in wanted)
-        return [manifest for manifest in manifests if manifest is not None]
-
-    def _indexed(self, listed: Sequence[ListedCheckpoint], index: Mapping[str, Entry] | None) -> dict[str, Manifest]:
-        """Return those manifests, as they were committed, that are remembered or indexed; few are not worth the index."""
-        known = {} if self.memory is None else self.memory.recall_all(it.id for it in listed)
-        unknown = {it.id: it.bytes for it in listed if it.id not in known and it.bytes is not None}
-        if index is None and len(unknown) > FEW:
-            index = read_index(self.storage, self.layout)
-        for checkpoint_id, size in unknown.items():
-            entry = None if index is None else index.get(checkpoint_id)
-            if entry is not None and entry.bytes == size:
-                known[checkpoint_id] = entry.manifest
-                if self.memory is not None:
-                    self.memory.remember(entry.manifest)
-        return known
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.
@@ -395,23 +304,3 @@ class Run:
             _logger.warning("left out: %s", exc)
             return None
         return hint if isinstance(hint, str) and is_id(hint) else None
-
-    def _readable(self, indexed: Mapping[str, Manifest], listed: ListedCheckpoint) -> Manifest | None:
-        if (manifest := indexed.get(listed.id)) is not None:
-            return with_evaluations(self.storage, self.layout, manifest, listed.evaluations)
-        try:
-            return self.read_or_leave_out(listed)
-        except CheckpointNotFoundError:  # pruned after the listing
-            return None
-
-    def read_or_leave_out(self, listed: ListedCheckpoint) -> Manifest | None:
-        """Return the manifest as `read` does; None, with a warning, if it is damaged or a newer version committed it."""
-        if self.memory is not None and self.memory.is_left_out(listed.id):
-            return None
-        try:
-            return self.read(listed)
-        except (CheckpointCorruptError, UnsupportedFormatError) as exc:
-            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.name, exc)
-            if self.memory is not None:
-                self.memory.leave_out(listed.id)
-            return None

@@ -10,6 +10,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_of_each, read_history
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
@@ -66,7 +67,7 @@ class RunRecorder:
         before = [] if job.decisions is None or restored is None else [*read_history(store), *lost]
         self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
-        known = [] if job.policy.num_to_keep is None else replace(store, memory=memory).readable(listed)
+        known = [] if job.policy.num_to_keep is None else read_manifests(replace(store, memory=memory), listed)
         self._retention = RetentionSchedule(job, attempt, known, self._restored_id, observers, memory)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, record_resumed_from
+from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -182,7 +183,7 @@ def missing_run_named(initial: CheckpointRef) -> Iterator[None]:
         yield
     except CheckpointNotFoundError as exc:
         run = Run.open(initial.storage, initial.run)
-        if run.has_begun():
+        if has_begun(run):
             raise
         what = f"there is no run {run.name!r} in {run.storage.url}, so it has no checkpoint {initial.checkpoint_id}"
         raise CheckpointNotFoundError(what) from exc

@@ -58,6 +58,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.owner import Owner  # noqa: E402
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage  # noqa: E402
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records  # noqa: E402
+from prefect_torch.ckpt.runs.index.reading import read_manifests  # noqa: E402
 from prefect_torch.ckpt.runs.index.writer import IndexWriter  # noqa: E402
 from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
     FileEntry,
@@ -107,7 +108,7 @@ def start_attempt(store):
     listed = list(store.listed())
     lost_records(store, listed, attempt.number)
     memory = ManifestMemory()
-    replace(store, memory=memory).readable(listed)
+    read_manifests(replace(store, memory=memory), listed)
     return memory
 
 

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 
 from .attempt import Attempt, claim_keys, newest_claims
+from .begun import lists_anything
 from .owner import Owner
 
 _REWRITTEN_WITHIN_S = 5.0  # a claim is half there at most so long, on a storage that replaces objects in place
@@ -164,7 +165,7 @@ def check_fence(run: Run, attempt: int) -> None:
         return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
 
     def list_again(storage: Storage) -> set[int]:
-        return list_numbers(storage) if run.lists_anything(storage) else set()
+        return list_numbers(storage) if lists_anything(run, storage) else set()
 
     numbers = list_numbers(run.storage)
     if attempt not in numbers:

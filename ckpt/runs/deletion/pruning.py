@@ -7,6 +7,7 @@ from prefect_torch.ckpt.errors import FencedError, StorageError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import hides_score
+from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_evaluations, plan
@@ -38,7 +39,7 @@ def prune(
         StorageError: If a deletion failed.
 
     """
-    listed, manifests = run.list_readable()
+    listed, manifests = list_manifests(run)
     if run.memory is not None:
         run.memory.forget_all_but([it.id for it in listed])
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import click
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, newest_attempt
+from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.layout import Layout, is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
@@ -22,7 +23,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
 
     """
     store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
-    if not store.has_begun():
+    if not has_begun(store):
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
 

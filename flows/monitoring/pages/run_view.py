@@ -8,6 +8,7 @@ from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, read_outcome
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
@@ -108,7 +109,7 @@ class RunView:
         """
         listed = list(self._store.listed())
         if len(listed) <= MAX_HELD:
-            self._replace(self._store.readable(listed))
+            self._replace(read_manifests(self._store, listed))
             return
         self.checkpoints.pinned = self._store.pinned()
         existing = {it.id for it in listed}

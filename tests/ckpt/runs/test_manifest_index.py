@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index import segments as segments_module
 from prefect_torch.ckpt.runs.index import writer as writer_module
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_index, read_segment
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
@@ -65,7 +66,7 @@ def test_many_manifests_are_read_by_a_listing_and_a_read_for_each_segment(store,
 def test_few_manifests_are_read_themselves(store, manifests, counting):
     repair(store)
     counting.taken()
-    assert store.readable(store.listed()[:FEW]) == manifests[:FEW]
+    assert read_manifests(store, store.listed()[:FEW]) == manifests[:FEW]
     assert counting.taken() == {"list": 1, "get_bytes": FEW}
 
 
@@ -216,7 +217,7 @@ def test_an_index_is_rebuilt_some_thousands_at_a_time(store, manifests, monkeypa
 @pytest.mark.parametrize("work", ["repair", "write"])
 def test_a_crash_at_any_operation_leaves_what_is_read_and_the_next_repair_completes_it(monkeypatch, work):
     monkeypatch.setattr(writer_module, "FEW", 4)
-    monkeypatch.setattr("prefect_torch.ckpt.runs.run.FEW", 4)
+    monkeypatch.setattr("prefect_torch.ckpt.runs.index.reading.FEW", 4)
     monkeypatch.setattr(writer_module, "LARGEST", 4 * 256)
     monkeypatch.setattr(writer_module, "_MERGED", 2)
 

@@ -14,6 +14,7 @@ from certificates import make_certificate
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -133,11 +134,11 @@ def test_nobody_is_fenced_and_no_run_is_missing_for_listings_that_stay_none(stor
     store = CheckpointStore.open(storage, "run")
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     proxy.change = lambda _method, path, response: Response(200, body) if "list-type" in path else response
-    for ask in (lambda: check_fence(store, claimed.number), store.check_begun):
+    for ask in (lambda: check_fence(store, claimed.number), lambda: check_begun(store)):
         with pytest.raises(StorageError, match=r"lists nothing of run 'run', and has its run/run.json: something before"):
             ask()
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
-        CheckpointStore.open(storage, "other").check_begun()
+        check_begun(CheckpointStore.open(storage, "other"))
 
 
 @pytest.mark.parametrize("number", [2, 4, 5, 12])
@@ -148,7 +149,7 @@ def test_listings_that_are_none_for_a_while_are_waited_for(moto, proxy, number):
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     for ask in (
         lambda: check_fence(store, claimed.number),
-        store.check_begun,
+        lambda: check_begun(store),
         lambda: _put_claim(store, store.layout.attempt(2, "0123abcd"), replace(claimed, number=2)),
     ):
         bad = iter([Response(200, BAD_LISTINGS[1])] * number)
