@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.flows.monitoring.text import seconds_of
@@ -134,14 +135,9 @@ class AttemptLog:
         return self.ended_s is None
 
     @property
-    def is_completed(self) -> bool:
-        """Whether it completed."""
-        return self.outcome is not None and self.outcome.ending == "completed"
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
-        return self.outcome is not None and self.outcome.is_done
+    def status(self) -> AttemptStatus:
+        """The status of the attempt, by its claim and its outcome."""
+        return AttemptStatus(self.attempt, self.outcome)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -187,7 +183,7 @@ def resume_points(logs: Sequence[AttemptLog]) -> dict[int, Position]:
     oldest = END
     for log in reversed(logs):
         newest_checkpoint = max((position_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
-        found[log.number] = END if log.is_completed and newest_checkpoint <= oldest else oldest
+        found[log.number] = END if log.status.is_completed and newest_checkpoint <= oldest else oldest
         oldest = min(oldest, _resumed_at(log, logs))
     return found
 

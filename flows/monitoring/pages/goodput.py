@@ -130,7 +130,7 @@ def _within(
 def _kept_until_s(log: AttemptLog, resume_point: Position, ended_s: float) -> float:
     """Return the time up to which the work of `log` is kept, or may still be kept."""
     is_newest = resume_point == END
-    if is_newest and (log.is_done or log.is_running):
+    if is_newest and (log.status.is_done or log.is_running):
         return ended_s
     # Only committed work of a failed attempt without a successor is known to be kept.
     kept = [mark for mark in log.checkpoints if mark.num_timed or not is_newest]
