@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.states import Scheduled
+from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import Interruption, Termination
 
 from .monitoring.messages import current_flow_run
@@ -71,7 +72,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
         def find() -> TerminationSignal | None:
             if not can_begin_again:
-                return None if suspended() is None else Interruption("suspended")
+                return None if suspended() is None else Interruption(SUSPENDED)
             with get_client(sync_client=True) as client:
                 return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
 
@@ -116,11 +117,11 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
     """
     state = client.read_flow_run(this.id).state
     if state is not None and state.is_paused() and state.state_details.pause_reschedule:
-        return Interruption("suspended")
+        return Interruption(SUSPENDED)
     if state is not None and (state.is_cancelling() or state.is_cancelled()):
         return TerminationSignal(signal.SIGTERM)
     urgent = _find_urgent(client, this) if yields_to_urgent else None
-    return None if urgent is None else Interruption(f"gave way to the more urgent flow run {urgent.name!r}", yields=True)
+    return None if urgent is None else Interruption(f"{GAVE_WAY} to the more urgent flow run {urgent.name!r}", yields=True)
 
 
 def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:

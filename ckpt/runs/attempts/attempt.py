@@ -23,7 +23,9 @@ Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "canc
 EndState: TypeAlias = Ending | Literal["suspended", "yielded"]
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 _RANK = re.compile(r"[0-9]{1,9}")
-_INTERRUPTIONS: dict[str, EndState] = {"suspended": "suspended", "gave way": "yielded"}  # by the error's first words
+# The first words of the error of an attempt that was interrupted, by which `Outcome.state` knows why.
+SUSPENDED, GAVE_WAY = "suspended", "gave way"
+_INTERRUPTIONS: dict[str, EndState] = {SUSPENDED: "suspended", GAVE_WAY: "yielded"}
 
 
 @dataclass(frozen=True, slots=True)
