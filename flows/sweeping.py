@@ -141,29 +141,10 @@ def sweep(
     require_optuna()
     if search is None:
         raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
-    parsed, scaling, failure, run_config = parse_space(space), scaling or ScalingConfig(), failure or FailureConfig(), run
-    run_config = run_config or RunConfig()
+    parsed, run_config, failure = parse_space(space), run or RunConfig(), failure or FailureConfig()
     check_search(search, parsed)
-    storage = configured_storage(run_config.storage, run_config.storage_deadline_s, run_config.sync)
-    working_dir = None
-    if trials_on is None:
-        gpus_for(scaling)
-        if run_config.working_dir is not None:  # once, so that all trials run the same code
-            working_dir = pack_directory(run_config.working_dir, storage.url)
-        function = pack_function(train_fn, {}).name
-    else:
-        check_deployment(trials_on, run_config, storage)
-        function = reference_to(train_fn)
-    training = Training(
-        lambda whole: pack_function(train_fn, whole),
-        storage,
-        config or {},
-        scaling,
-        run_config,
-        checkpoint or CheckpointConfig(),
-        failure,
-        working_dir,
-    )
+    training, function = _training(train_fn, config, scaling or ScalingConfig(), run_config, checkpoint, failure, trials_on)
+    storage = training.storage
     led = Run.open(storage, run_config.name or name_of_flow_run())
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
@@ -210,6 +191,39 @@ def _nothing_left(search: SearchConfig, searched: Search) -> str:
         f"no trial ran: {spent}, so the result is that of the sweep before; another RunConfig.name begins a new sweep, "
         "resume='never' this one again"
     )
+
+
+def _training(
+    train_fn: str | Callable[..., Any],
+    config: dict[str, Any] | None,
+    scaling: ScalingConfig,
+    run: RunConfig,
+    checkpoint: CheckpointConfig | None,
+    failure: FailureConfig,
+    trials_on: str | None,
+) -> tuple[Training, str]:
+    """Return what all trials have in common, and the name of the function; its location where they are flow runs elsewhere."""
+    storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
+    working_dir = None
+    if trials_on is None:
+        gpus_for(scaling)
+        if run.working_dir is not None:  # once, so that all trials run the same code
+            working_dir = pack_directory(run.working_dir, storage.url)
+        function = pack_function(train_fn, {}).name
+    else:
+        check_deployment(trials_on, run, storage)
+        function = reference_to(train_fn)
+    training = Training(
+        lambda whole: pack_function(train_fn, whole),
+        storage,
+        config or {},
+        scaling,
+        run,
+        checkpoint or CheckpointConfig(),
+        failure,
+        working_dir,
+    )
+    return training, function
 
 
 @contextmanager
