@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
+from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -107,7 +108,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
     """
     if points is None:
         return
-    manifests, records = CheckpointStore(run.storage, run.layout, run.spec).list(), read_history(run)
+    manifests, records = list_manifests(run)[1], read_history(run)
     decided = {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
     for manifest in manifests:
