@@ -1,17 +1,20 @@
 """The result of a training, read from its storage: while it runs, when it has completed, and when it has failed."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
-from prefect_torch.ckpt.runs.retention import Order, sort_by_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics, numbers_in
+from prefect_torch.ckpt.runs.retention import Order, score, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.notebook import result_html
+from prefect_torch.flows.monitoring.text import show_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -152,3 +155,35 @@ class Result:
             resumed_from=attempt.resumed_from,
             return_value=None if outcome is None else outcome.return_value,
         )
+
+
+def summarize(result: Result, policy: RetentionPolicy) -> str:
+    """Return a completed training in one line, such as "150 steps, val_loss 0.0013 (best at 143), 2 attempts"."""
+    return ", ".join([*_steps(result), *_best(result, policy), show_count(result.attempts, "attempt")])
+
+
+def _steps(result: Result) -> list[str]:
+    reported = [record.step for record in result.history if not record.is_logged]
+    if not reported:
+        return ["no report"]
+    number = max(reported) + (1 if min(reported) == 0 else 0)  # most trainings count from 0
+    return [show_count(number, "step")]
+
+
+def _best(result: Result, policy: RetentionPolicy) -> list[str]:
+    """Return the best score; without a score, the last value of the first metric that is a number."""
+    name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
+    if name is None:
+        return [f"{key} {show_number(value)}" for key, value in islice(numbers_in(result.metrics), 1)]
+    scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
+    if not scored:  # an evaluation attached it
+        found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]
+        scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]
+    if not scored:
+        return []
+    metrics, step = max(scored, key=lambda it: (score(it[0], name, order), it[1]))
+    return [f"{name} {show_number(find_score(metrics, name))} (best at {step})"]
+
+
+def _has_score(record: MetricRecord, name: str) -> bool:
+    return find_score(record.metrics, name) is not None

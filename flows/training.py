@@ -14,7 +14,7 @@ from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
-from prefect_torch.flows.result import Result
+from prefect_torch.flows.result import Result, summarize
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
     CheckpointConfig,
@@ -38,7 +38,7 @@ from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
-from .monitoring.messages import LocationObserver, current_flow_run, flow_run_name, portable_storage, summarize, tag_of
+from .monitoring.messages import LocationObserver, current_flow_run, flow_run_name, portable_storage, tag_of
 from .monitoring.notebook_cell import notebook_progress
 from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver

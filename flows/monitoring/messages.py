@@ -1,25 +1,18 @@
-"""What Prefect's list of runs and the terminal say of a training: its name, the location of its checkpoints, its result."""
+"""What Prefect's list of runs and the terminal say of a training: its name, the location of its checkpoints."""
 
 import shlex
 from collections.abc import Iterator
-from itertools import islice
 
 from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect_torch.ckpt import RetentionPolicy, StorageSpec
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
-from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import step_of
-from prefect_torch.ckpt.runs.metrics import find_score, numbers_in
-from prefect_torch.ckpt.runs.retention import score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
-from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import Restart
-from prefect_torch.flows.monitoring.text import show_number
-from prefect_torch.flows.result import Result
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
@@ -77,38 +70,6 @@ def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
         return str(given) if is_block_slug(str(given)) else storage.url
     name = given._block_document_name  # noqa: SLF001 - Prefect has no public name for it
     return storage.url if name is None else f"{given.get_block_type_slug()}/{name}"
-
-
-def summarize(result: Result, policy: RetentionPolicy) -> str:
-    """Return a completed training in one line, such as "150 steps, val_loss 0.0013 (best at 143), 2 attempts"."""
-    return ", ".join([*_steps(result), *_best(result, policy), show_count(result.attempts, "attempt")])
-
-
-def _steps(result: Result) -> list[str]:
-    reported = [record.step for record in result.history if not record.is_logged]
-    if not reported:
-        return ["no report"]
-    number = max(reported) + (1 if min(reported) == 0 else 0)  # most trainings count from 0
-    return [show_count(number, "step")]
-
-
-def _best(result: Result, policy: RetentionPolicy) -> list[str]:
-    """Return the best score; without a score, the last value of the first metric that is a number."""
-    name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
-    if name is None:
-        return [f"{key} {show_number(value)}" for key, value in islice(numbers_in(result.metrics), 1)]
-    scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
-    if not scored:  # an evaluation attached it
-        found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]
-        scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]
-    if not scored:
-        return []
-    metrics, step = max(scored, key=lambda it: (score(it[0], name, order), it[1]))
-    return [f"{name} {show_number(find_score(metrics, name))} (best at {step})"]
-
-
-def _has_score(record: MetricRecord, name: str) -> bool:
-    return find_score(record.metrics, name) is not None
 
 
 class LocationObserver:

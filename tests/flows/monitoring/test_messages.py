@@ -11,7 +11,8 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result, RunConfig
 from prefect_torch.flows.monitoring import messages
-from prefect_torch.flows.monitoring.messages import LocationObserver, summarize
+from prefect_torch.flows.monitoring.messages import LocationObserver
+from prefect_torch.flows.result import summarize
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
 
 CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
