@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from uuid import UUID, uuid4
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import FlowRunCreate
 from prefect.client.schemas.objects import FlowRun, FlowRunPolicy, State
 from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TagsContext
@@ -157,6 +157,30 @@ def _repeat_soon(response: httpx.Response) -> None:
     # Prefect itself would count the soon ones, and wait 16 s after them.
     wait_s = _SOON_S if refusals < _NUM_SOON else 2 ** (refusals - _NUM_SOON + 1)
     response.headers["Retry-After"] = str(wait_s)
+
+
+class LazyClient:
+    """A client with connections of its own, opened when it is first used: each new one costs two requests.
+
+    Args:
+        timeout_s: As of `own_connections`.
+
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._client: SyncPrefectClient | None = None
+
+    def open(self) -> SyncPrefectClient:
+        """Return the client."""
+        if self._client is None:
+            self._client = get_client(httpx_settings=own_connections(self._timeout_s), sync_client=True).__enter__()
+        return self._client
+
+    def close(self) -> None:
+        """Close the client, if it was opened."""
+        if self._client is not None:
+            self._client.__exit__()
 
 
 def own_connections(timeout_s: float) -> dict[str, Any]:

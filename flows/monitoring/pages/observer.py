@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
-from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.client import LazyClient
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
@@ -51,7 +51,7 @@ class PageObserver:
         self._gpus = gpus
         self._view = RunView(self._store, job.policy)
         self._backoff = backoff or Backoff()
-        self._client: SyncPrefectClient | None = None
+        self._client = LazyClient(_REQUEST_S)  # one for all pages
         key = artifact_key(job.run, self._store.path)
         is_rerun = flow_run.run_count > 1  # else an old page, "suspended" or "failed", would stay beside the new one
         self._progress = LiveArtifact(f"{key}-progress", "progress", may_exist=is_rerun)
@@ -74,16 +74,10 @@ class PageObserver:
         self._gpus.sample()
         # If the API is away, the next publication tries again; retries here would delay the other observers.
         with nullcontext() if final else without_retries():
-            self._publish(self._open_client(), newest, problem)
-        if final and self._client is not None:
-            self._client.__exit__()
+            self._publish(self._client.open(), newest, problem)
+        if final:
+            self._client.close()
         return None
-
-    def _open_client(self) -> SyncPrefectClient:
-        """Return one client for all pages: each new one costs two requests, and the flow's own is bound to its thread."""
-        if self._client is None:
-            self._client = get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True).__enter__()
-        return self._client
 
     def _read_checkpoints(self) -> str | None:
         """Read the final checkpoints from storage, which others may have pruned or pinned; return a note if that fails."""

@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.flows.monitoring.text import plain_text
-from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.client import LazyClient
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -60,7 +59,7 @@ class SweepObserver:
         self._table = table
         self._backoff = Backoff()
         self._artifact = LiveArtifact(f"{artifact_key(view.run.name, view.run.path)}-sweep", "markdown")
-        self._client: SyncPrefectClient | None = None
+        self._client = LazyClient(_REQUEST_S)
         self._has_warned = False
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), name="sweep-observer", daemon=True)
@@ -81,8 +80,7 @@ class SweepObserver:
         while not self._is_closing.wait(_LOOK_S):
             self._look(final=False)
         self._look(final=True)
-        if self._client is not None:
-            self._client.__exit__()
+        self._client.close()
 
     def _look(self, *, final: bool) -> None:
         try:
@@ -111,9 +109,4 @@ class SweepObserver:
         about = f"Sweep {plain_text(self._view.run.name)}: trials, curves, parameters"
         news = [self._view.trials(), self._context.state]
         with without_retries():  # the next publication tries again
-            self._artifact.show(self._open_client(), self._flow_run_id, page, about, news)
-
-    def _open_client(self) -> SyncPrefectClient:
-        if self._client is None:
-            self._client = get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True).__enter__()
-        return self._client
+            self._artifact.show(self._client.open(), self._flow_run_id, page, about, news)
