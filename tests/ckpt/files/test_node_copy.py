@@ -7,10 +7,10 @@ from threading import Event
 
 import pytest
 import torch
+from crash_points import open_run
 from faulty_storage import FaultyStorage
-from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore
+from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError
 from prefect_torch.ckpt.files.download import NodeCopy
-from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import DCP_METADATA_FILE, Chunk, TensorEntry
@@ -19,14 +19,9 @@ from prefect_torch.ckpt.state.loading.shared_reads import files_in_common
 from prefect_torch.ckpt.state.loading.tensor_blocks import tensor_blocks
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.ckpt.storage.protocol import StorageSpec
 from ranks import Attempt, folder, read_files
 
 DATA = ("get_file", "get_range", "digest")
-
-
-def open_run(storage) -> CheckpointStore:
-    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
+from crash_points import open_run
 from flipping_storage import FlippingStorage
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError
-from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt import CheckpointCorruptError, StorageError
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.opening import open_storage
@@ -19,10 +19,6 @@ from wrapped_storage import WrappedStorage
 
 LARGE = 100_000  # bytes, more than everything small together
 FILES = {"a": b"first", "b": b"second" * 1000, "c/d": b"third"}
-
-
-def open_run(storage) -> CheckpointStore:
-    return CheckpointStore(storage, Layout("run"), StorageSpec(storage.url))
 
 
 def state_of(score):
