@@ -15,7 +15,7 @@ from _pytest.assertion import rewrite
 from forked_programs import FORKED, Popen, PopenOfProgram, run_program
 from prefect.server.api.server import SubprocessASGIServer
 from prefect_torch.flows.prefect_api import embedded_server
-from prefect_torch.tasks.gang.engines.starting import AGENT
+from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.processes.fork_servers import python_command
 from prefect_torch.tasks.gang.processes.process import RankProcess
 

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from prefect_torch.tasks.gang.engines.starting import AGENT
+from prefect_torch.tasks.gang.engines.agent_process import AGENT
 
 # Of a cluster: its fork servers import torch's compiler only where a rank makes an optimizer of torch's.
 WITHOUT_COMPILER = {"PYTHONPATH": str(Path(__file__).parent / "without_compiler")}

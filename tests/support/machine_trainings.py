@@ -14,7 +14,7 @@ import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, report
 from prefect_torch.ckpt.reporting import api, commit
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
-from prefect_torch.tasks.gang.engines.starting import AGENT
+from prefect_torch.tasks.gang.engines.agent_process import AGENT
 
 _lines, _commits = itertools.count(), itertools.count()
 

@@ -8,9 +8,9 @@ The key of the agents is the first line of stdin.
 import sys
 from typing import Any
 
+from .agent_process import run_agent
 from .client_process import import_client, read_order, say, say_room
 from .cluster import MachineRequest
-from .starting import run_agent
 
 _CONNECT_S = 20.0
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from .agent_process import AGENT
 from .cluster import Agents, Cluster, MachineRequest
-from .starting import AGENT
 
 
 class Hosts(Cluster):

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .agent_process import run_agent
 from .client_process import import_client, read_order, say, say_room
-from .starting import run_agent
 
 _SETTLE_S = 5.0  # how long a placement for which there is room may take
 

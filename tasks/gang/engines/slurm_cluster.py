@@ -15,8 +15,8 @@ from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
+from .agent_process import AGENT
 from .cluster import Agents, Cluster, MachineRequest
-from .starting import AGENT
 
 _JOB_NAME = "--job-name="
 _END_S = 3.0  # longer than agents take to end, and with the last one srun and its allocation

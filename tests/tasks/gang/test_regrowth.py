@@ -12,8 +12,8 @@ from typing import Literal
 import pytest
 from agents import agents
 from prefect_torch.tasks import Hosts, ScalingConfig
+from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
-from prefect_torch.tasks.gang.engines.starting import AGENT
 from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
 from prefect_torch.tasks.gang.machine.agent import KEY_VARIABLE
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
