@@ -140,6 +140,11 @@ def test_a_folder_shows_a_handful_of_entries():
     }
     assert counts["ckpt"] == 15
     assert counts["tasks"] <= 9
+    entries: dict[str, set[str]] = {}
+    for parts in (module.split(".") for module in MODULES):
+        for depth in range(1, len(parts)):
+            entries.setdefault(".".join(parts[:depth]), set()).add(parts[depth])
+    assert {folder: len(names) for folder, names in entries.items() if len(names) > 18} == {}
 
 
 def loaded_by(statement: str) -> set[str]:
