@@ -87,8 +87,8 @@ class Outcome:
         attempt: Its number.
         ending: "completed", "stopped" (a sweep's decision ended it after a report), "failed", "preempted" or "cancelled".
         flow_run_id: The flow run that led it: retry budgets are counted per flow run.
-        kind: The kind of the failure, which selects its budget; None unless it failed. "preempted" without a kind was planned,
-            such as to go on with more ranks.
+        kind: The kind of the failure, which selects its budget; None unless it failed or was preempted. "preempted" without a
+            kind was planned, such as to go on with more ranks.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
         return_value: What JSON can hold of rank 0's return value, up to 1 MiB.
