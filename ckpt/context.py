@@ -1,5 +1,6 @@
 """The rank of a training function, its world and its run."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -72,6 +73,7 @@ class TrainContext:
 
         Raises:
             CheckpointError: If rank 0 has left the training.
+            RuntimeError: In a process that the rank has forked.
 
         """
         return self._should_checkpoint()
@@ -85,12 +87,30 @@ class TrainContext:
 
 
 _current: TrainContext | None = None
+_pid = 0  # of the process whose context it is
 
 
 def set_context(context: TrainContext | None) -> None:
     """Set the context of this process; None outside of a training function."""
-    global _current  # noqa: PLW0603 - a rank is a process, and user code reads it from any of its threads
-    _current = context
+    global _current, _pid  # of a rank, which is a process: user code reads them from any of its threads
+    _current, _pid = context, os.getpid()
+
+
+def refuse_in_fork(name: str) -> None:
+    """Raise in a process that this rank has forked, which has neither the rank's threads nor connections of its own.
+
+    Args:
+        name: The function that was called there.
+
+    Raises:
+        RuntimeError: If it is such a process.
+
+    """
+    if _current is not None and os.getpid() != _pid:
+        raise RuntimeError(
+            f"{name}() was called in a process that rank {_current.world_rank} has forked, such as a "
+            "multiprocessing.Process: hand the values to the rank itself, and call it there"
+        )
 
 
 def context_or_none() -> TrainContext | None:

@@ -1,13 +1,12 @@
 """The functions that a training function calls."""
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.context import TrainContext, set_context
+from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context
 from prefect_torch.ckpt.state.staging import spare_memory
 
 if TYPE_CHECKING:
@@ -15,13 +14,12 @@ if TYPE_CHECKING:
     from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
 _session: "RankSession | None" = None
-_pid = 0  # of the process that started the session
 
 
 def start_session(session: "RankSession | None") -> None:
     """Make `session` the session that this process reports to; None ends the current one."""
-    global _session, _pid
-    _session, _pid = session, os.getpid()
+    global _session  # noqa: PLW0603 - a rank is a process, and has one session
+    _session = session
     set_context(None if session is None else session.context)
     spare_memory.expect_reports(expected=session is not None and session.takes_reports)
 
@@ -177,11 +175,7 @@ def _require_session(name: str) -> "RankSession":
 
 
 def _require_own_session(name: str) -> "RankSession":
-    """Return the session of this process: a forked one has neither the rank's threads nor connections of its own."""
+    """Return the session of this process, and of no other that has forked this one."""
     session = _require_session(name)
-    if os.getpid() != _pid:
-        raise RuntimeError(
-            f"{name}() was called in a process that rank {session.context.world_rank} has forked, such as a "
-            "multiprocessing.Process: hand the values to the rank itself, and call it there"
-        )
+    refuse_in_fork(name)
     return session

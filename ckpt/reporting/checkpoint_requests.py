@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+from prefect_torch.ckpt.context import refuse_in_fork
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 
 from .overhead import OverheadBudget
@@ -59,8 +60,10 @@ class CheckpointRequests:
 
         Raises:
             ReportMismatchError: If rank 0 reports instead of calling this.
+            RuntimeError: In a process that the rank has forked.
 
         """
+        refuse_in_fork("should_checkpoint")
         number, self.num_requests = self.num_requests, self.num_requests + 1
         if self._peers.rank == 0:
             self._asked_at_s.append(self._clock())

@@ -612,7 +612,14 @@ def test_outside_of_a_training_it_says_where_it_may_be_called(name, call):
         call()
 
 
-@pytest.mark.parametrize(("name", "call"), [("report", lambda: report({})), ("log_metrics", lambda: log_metrics({}))])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("report", lambda: report({})),
+        ("log_metrics", lambda: log_metrics({})),
+        ("should_checkpoint", lambda: get_context().should_checkpoint()),
+    ],
+)
 def test_a_process_that_a_rank_has_forked_reports_nothing(store, monkeypatch, name, call):
     attempt = Attempt(store)
     with as_rank(attempt.session()), monkeypatch.context() as patched:
