@@ -126,8 +126,9 @@ def evaluate(
 
     Inside the function `get_checkpoint()` returns the checkpoint, `get_context()` the rank's context, and the process group is
     initialized. The metrics that rank 0 returns are attached as `Manifest.metrics[name]` and replace those attached under that
-    name before. The flow may run during the run's training, which it does not affect. A checkpoint that is pruned meanwhile is
-    skipped. A failed evaluation fails the flow after the other checkpoints are evaluated.
+    name before. A function whose first argument is called `checkpoint`, as Ray Train's validate, gets the checkpoint and the
+    items of the config by name. The flow may run during the run's training, which it does not affect. A checkpoint that is
+    pruned meanwhile is skipped. A failed evaluation fails the flow after the other checkpoints are evaluated.
 
     Args:
         eval_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
@@ -135,7 +136,7 @@ def evaluate(
             other one with those of the machine.
         run: The run's name; None if each checkpoint is given with its run.
         checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
-        config: The function's argument, if it takes one.
+        config: The function's argument, if it takes one; the others by name of one that takes the checkpoint.
         scaling: The number of ranks and their devices. One rank without a GPU if None.
         name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
         watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended.
@@ -169,7 +170,7 @@ def evaluate(
 
 def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
     try:
-        return pack_function(eval_fn, config)
+        return pack_function(eval_fn, config, evaluates=True)
     except (TypeError, ValueError) as exc:
         raise type(exc)(str(exc).replace("train_fn ", "eval_fn ", 1)) from exc  # this flow's parameter has another name
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from prefect_torch.ckpt.reporting.api import start_session
+from prefect_torch.ckpt.reporting.api import get_checkpoint, start_session
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.text import clip, encodable
@@ -19,7 +19,7 @@ from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.tracebacks import message_line, user_traceback
-from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, takes_config
+from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, takes_checkpoint, takes_config
 
 from .cpu_pickle import dump_on_cpu
 
@@ -43,7 +43,7 @@ def call_in_session(function: TrainFunction, config: dict[str, Any] | None, sess
     try:
         try:
             with _this_process_only():
-                value = _call(function, config)
+                value = _call(function, config, evaluates=spec.evaluates)
                 if spec.evaluates and spec.rank == 0:
                     value = _as_metrics(value, spec)
         except SystemExit as exc:
@@ -70,7 +70,9 @@ def _watch_steps(num_ranks: int) -> None:
     watch_steps(lambda: available_bytes() // num_ranks)
 
 
-def _call(function: TrainFunction, config: dict[str, Any] | None) -> Any:
+def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: bool) -> Any:
+    if evaluates and takes_checkpoint(function):
+        return function(get_checkpoint(), **(config or {}))
     if takes_config(function):
         return function({} if config is None else config)
     if config:

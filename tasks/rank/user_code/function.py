@@ -30,6 +30,7 @@ class PackedFunction:
         sys_path: Its search path for modules.
         cwd: Its working directory.
         name: The name of the function in messages.
+        evaluates: Whether it evaluates a checkpoint, which it may take as its first argument.
 
     """
 
@@ -38,15 +39,17 @@ class PackedFunction:
     sys_path: tuple[str, ...]
     cwd: str
     name: str
+    evaluates: bool = False
 
 
-def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) -> PackedFunction:
+def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, *, evaluates: bool = False) -> PackedFunction:
     """Return `function` and `config` in a form that pickles; a reference is looked up, not imported.
 
     Args:
         function: "module:function", "path/to/file.py:function", or the function itself. A function that a new interpreter
             can import is pickled by name, any other by value (cloudpickle), with the globals of its module that it uses.
         config: The argument of the function, if it takes one.
+        evaluates: Whether it evaluates a checkpoint.
 
     Raises:
         ValueError: If there is no such module, file or function.
@@ -64,7 +67,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
     if isinstance(function, str):
         reference = check_reference(function)
     elif callable(function):
-        value = check_signature(function)
+        value = check_signature(function, evaluates=evaluates)
     else:
         raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
     name = reference or str(getattr(function, "__qualname__", function))
@@ -74,6 +77,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None) 
         sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working directory
         cwd=str(Path.cwd()),
         name=name,
+        evaluates=evaluates,
     )
 
 
@@ -88,7 +92,9 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
     _unpacking.append(packed.name)
     try:
         value, config = pickle.loads(packed.payload)  # noqa: S301 - from the process that started this one
-        return value if packed.reference is None else import_function(packed.reference), config
+        if packed.reference is not None:
+            value = import_function(packed.reference, evaluates=packed.evaluates)
+        return value, config
     finally:
         _unpacking.pop()
 

@@ -99,7 +99,7 @@ def reference_to(function: str | TrainFunction) -> str:
     raise ValueError(f"train_fn {name} exists in this process only: define it at the top level of a module or a file")
 
 
-def import_function(reference: str) -> TrainFunction:
+def import_function(reference: str, *, evaluates: bool = False) -> TrainFunction:
     """Return the function of a checked reference; imports the user's code.
 
     Raises:
@@ -118,7 +118,7 @@ def import_function(reference: str) -> TrainFunction:
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"function {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
-    return check_signature(function)
+    return check_signature(function, evaluates=evaluates)
 
 
 def _module_of(path: Path) -> str:
@@ -138,8 +138,21 @@ def takes_config(function: TrainFunction) -> bool:
     return _can_bind(signature, {})
 
 
-def check_signature(function: TrainFunction) -> TrainFunction:
+def takes_checkpoint(function: TrainFunction) -> bool:
+    """Return whether `function` has the form of Ray's `ValidationFn`: the checkpoint, and the config's items by name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a function in C without a signature
+        return False
+    return next(iter(parameters), None) == "checkpoint"
+
+
+def check_signature(function: TrainFunction, *, evaluates: bool = False) -> TrainFunction:
     """Return `function` if calling it with one argument, or with none, runs it to its end.
+
+    Args:
+        function: The function.
+        evaluates: Whether it evaluates a checkpoint, which it may take as its first argument.
 
     Raises:
         TypeError: If it is a class, a coroutine or a generator function, or needs more arguments.
@@ -150,8 +163,11 @@ def check_signature(function: TrainFunction) -> TrainFunction:
         raise TypeError(f"function {name} is a class: give a function")
     if any(is_lazy(function) or is_lazy(function.__call__) for is_lazy in _LAZY):  # type: ignore[operator]  # any callable has it
         raise TypeError(f"function {name} is async or a generator, so calling it would run nothing: give a plain function")
+    if evaluates and takes_checkpoint(function):
+        return function
     if not takes_config(function) and not _can_bind(inspect.signature(function)):
-        raise TypeError(f"function {name}{inspect.signature(function)} must take one argument, the config, or none")
+        other = "; or the checkpoint, as a first argument of that name, and the config's items" if evaluates else ""
+        raise TypeError(f"function {name}{inspect.signature(function)} must take one argument, the config, or none{other}")
     return function
 
 

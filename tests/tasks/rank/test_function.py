@@ -16,6 +16,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from prefect_torch.tasks.gang.processes import fork_servers
+from prefect_torch.tasks.rank.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
 
@@ -292,6 +293,22 @@ def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
 )
 def test_a_function_gets_its_configuration_if_it_can_take_it(function, is_given_it):
     assert takes_config(check_signature(function)) is is_given_it
+
+
+def validate(checkpoint, threshold, *, scale=1):
+    return checkpoint, threshold, scale
+
+
+def test_an_evaluation_may_take_the_checkpoint_as_rays_do(monkeypatch):
+    monkeypatch.setattr("prefect_torch.tasks.rank.call.get_checkpoint", lambda: "the checkpoint")
+    function, config = unpack_function(pack_function(validate, {"threshold": 2}, evaluates=True))
+    assert _call(function, config, evaluates=True) == ("the checkpoint", 2, 1)
+    assert _call(lambda checkpoint: checkpoint, None, evaluates=True) == "the checkpoint"
+    assert _call(lambda checkpoint: checkpoint, {"a": 1}, evaluates=False) == {"a": 1}
+    with pytest.raises(TypeError, match=r"one argument, the config, or none$"):
+        pack_function(validate, None)
+    with pytest.raises(TypeError, match="or the checkpoint, as a first argument of that name"):
+        pack_function(needs_two, None, evaluates=True)
 
 
 @pytest.mark.parametrize(("root", "module"), [("package", "package.inner.training"), ("package/inner", "inner.training")])
