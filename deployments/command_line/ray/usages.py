@@ -38,7 +38,8 @@ def find_usages(source: bytes, equivalents: Equivalents) -> list[Usage]:
     """Return every use of a name of Ray in a file, in the file's order.
 
     Names are followed through imports, assignments, annotations, `for`, `:=` and the results of calls, also of `enumerate`,
-    `sorted`, `min` and the like; not through containers, attributes of other objects, `getattr`, strings, or other files.
+    `sorted`, `min` and the like, and of the file's own functions as far as they are annotated; not through containers,
+    attributes of other objects, `getattr`, strings, or other files.
 
     Args:
         source: The file's bytes; a coding cookie is respected.
@@ -61,7 +62,10 @@ def find_usages(source: bytes, equivalents: Equivalents) -> list[Usage]:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """Ray's dotted name of an expression, or of the class of its value, with "[]" for each list or tuple around the value."""
+    """Ray's dotted name of an expression, or of the class of its value.
+
+    It ends with "[]" for each list or tuple around the value, and with "()" if calling the value returns one of that class.
+    """
 
     name: str
     is_value: bool = False
@@ -172,7 +176,8 @@ class _Scan(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self._visit_all([*node.decorator_list, node.args, *([node.returns] if node.returns else [])])
-        self._names[node.name] = None
+        returned = None if isinstance(node, ast.AsyncFunctionDef) else self._annotated(node.returns)
+        self._names[node.name] = returned and _Meaning(f"{returned.name}()", is_value=True)
         self._defer(node.args, node.body)
 
     visit_AsyncFunctionDef = visit_FunctionDef
@@ -227,8 +232,7 @@ class _Scan(ast.NodeVisitor):
             case ast.Call() if self._builtin(node) in _ONE_ITEM:
                 found = _element(self._meaning(node.args[0]))
             case ast.Call():
-                called = self._meaning(node.func)
-                found = None if called is None or called.is_value else self._returned(called.name)
+                found = self._called(self._meaning(node.func))
             case ast.Subscript():
                 found = _element(self._meaning(node.value))
             case ast.NamedExpr():
@@ -242,7 +246,15 @@ class _Scan(ast.NodeVisitor):
     def _member(self, node: ast.Attribute) -> tuple[_Meaning | None, str]:
         """Return the owner of an attribute and the attribute's name, or None and nothing if it is not Ray's."""
         owner = self._meaning(node.value)
-        return (None, "") if owner is None or owner.is_list else (owner, modern(f"{owner.name}.{node.attr}"))
+        if owner is None or owner.name.endswith(("[]", "()")):
+            return None, ""
+        return owner, modern(f"{owner.name}.{node.attr}")
+
+    def _called(self, called: _Meaning | None) -> _Meaning | None:
+        """Return what calling a value returns."""
+        if called is not None and called.name.endswith("()"):
+            return _Meaning(called.name.removesuffix("()"), is_value=True)
+        return None if called is None or called.is_value else self._returned(called.name)
 
     def _returned(self, name: str) -> _Meaning | None:
         if name in RETURNS:

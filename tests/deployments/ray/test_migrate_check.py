@@ -134,6 +134,24 @@ def test_arguments_are_found_by_name_and_by_place():
     assert uses("from ray.tune import TuneConfig\nTuneConfig('max', 'loss')")[1:] == [
         *("tune.TuneConfig(mode='max')", "tune.TuneConfig(metric='loss')"),
     ]
+def test_what_the_files_own_functions_return_is_known_by_their_annotations():
+    assert uses("""
+        from ray import tune
+        from ray.train import Result
+        def search() -> tune.ResultGrid:
+            return tune.Tuner(print).fit()
+        def trained() -> Result | None: ...
+        async def later() -> Result: ...
+        search().get_best_result().config
+        later().path, trained.path
+        if found := trained():
+            found.metrics_dataframe
+    """) == [
+        *("tune.ResultGrid", "tune.Tuner", "tune.Tuner(trainable=)", "tune.Tuner.fit", "train.Result", "train.Result"),
+        *("tune.ResultGrid.get_best_result", "tune.Result.config", "train.Result.metrics_dataframe"),
+    ]
+
+
     assert found == [
         *(
             "train.report",
