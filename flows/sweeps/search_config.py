@@ -1,7 +1,8 @@
 """The configuration of a search; the fields of the Run form in the Prefect UI."""
 
 import re
-from typing import Annotated, Any, Literal
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt.runs.metrics import with_numbers
 from prefect_torch.tasks.options.run_form import FormModel
@@ -14,6 +15,27 @@ SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
 
 class SearchConfig(FormModel):
     """What is searched for, and how."""
+
+    _instead_of: ClassVar = {
+        "num_samples": "give num_trials, which counts the trials; none with a grid, of which each combination comes once",
+        "search_alg": "give sampler, by name, or an Optuna sampler as 'module:function'",
+        "max_concurrent_trials": "give max_concurrent",
+        "points_to_evaluate": "give initial_points",
+        "reuse_actors": "leave it out: each trial has processes of its own",
+        "chdir_to_trial_dir": "leave it out: ranks run in the directory that the flow runs in",
+        **dict.fromkeys(
+            ("trial_name_creator", "trial_dirname_creator"), "leave it out: a trial's run is called <sweep>/trial-0007-<8 hex>"
+        ),
+        "resources_per_trial": "give the flow scaling=ScalingConfig(num_workers=..., use_gpu=...), the ranks of each trial",
+        "param_space": "give the flow space={...}",
+        "hyperparam_mutations": "give the flow space={...}, all of which pbt mutates",
+        "max_failures": "give the flow failure=FailureConfig(max_failures=...), of each trial",
+        "fail_fast": "give max_failed_trials=0",
+        **dict.fromkeys(("callbacks", "progress_reporter"), "leave it out: Prefect shows the trials, and has events of each"),
+        **dict.fromkeys(("name", "storage_path"), "give the flow run=RunConfig(name=..., storage=...)"),
+        "resume_errored": "give restart_errored",
+        "brackets": "give scheduler='hyperband'",
+    }
 
     metric: Annotated[str, Field(title="One")] | Annotated[list[str], Field(title="Several", min_length=1)] = Field(
         title="Metric", description="The metric that is optimized, such as val_loss, or a/b for a nested one; or several."
@@ -123,6 +145,11 @@ class SearchConfig(FormModel):
     @classmethod
     def _with_numbers(cls, points: object) -> object:
         return with_numbers(points)  # as those of a row of a DataFrame are numpy's
+
+    @field_validator("time_budget_s", mode="before")
+    @classmethod
+    def _as_seconds(cls, budget: object) -> object:
+        return budget.total_seconds() if isinstance(budget, timedelta) else budget
 
     @field_validator("metric")
     @classmethod

@@ -1,7 +1,7 @@
 """The configuration of a training; the fields of the Run form in the Prefect UI."""
 
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
@@ -18,6 +18,7 @@ from .sync import SyncConfig
 
 UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
+_RESOURCES = "a work pool's job variables tell what a flow run may use, which its ranks share"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 LogRanks = Literal["all", "rank0", "local0"]
@@ -26,6 +27,15 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 class ScalingConfig(_Config):
     """How many ranks train, and on which devices."""
+
+    _instead_of: ClassVar = {
+        **dict.fromkeys(("resources_per_worker", "accelerator_type", "label_selector"), _RESOURCES),
+        "trainer_resources": f"leave it out: {_RESOURCES}",
+        "placement_strategy": "leave it out: each machine gets ranks as long as it has room",
+        "elastic_resize_monitor_interval_s": "give regrow_after_s, with num_workers=(fewest, most)",
+        **dict.fromkeys(("use_tpu", "topology"), "GPUs alone are known here (use_gpu), no TPUs"),
+        "torch_config": "give backend and timeout_s",
+    }
 
     num_workers: Ranks = Field(
         default=1,
@@ -84,6 +94,20 @@ class ScalingConfig(_Config):
 
 class RunConfig(_Config):
     """The run, its storage, and how it starts."""
+
+    _instead_of: ClassVar = {
+        "callbacks": "automations of Prefect act on the events of a training",
+        "worker_runtime_env": "ranks have the environment of the flow's process; working_dir brings code to others, and "
+        "Hosts(environment=...) variables",
+        "logging_config": "give log_level, and set PREFECT_LOGGING_LEVEL for the flow's own lines",
+        "verbose": "leave it out, or give log_level",
+        "log_to_file": "leave it out: a rank's output is its task run's log",
+        "progress_reporter": "leave it out: report(..., progress=0.5) shows a bar",
+        "stop": "return from the training function, or give a sweep SearchConfig(stop={metric: number})",
+        "local_dir": "give storage, a path or a URL",
+        "checkpoint_config": "give the flow checkpoint=CheckpointConfig(...)",
+        "failure_config": "give the flow failure=FailureConfig(...)",
+    }
 
     name: str | None = Field(
         default=None,
@@ -165,6 +189,13 @@ class RunConfig(_Config):
 class CheckpointConfig(_Config):
     """Which checkpoints are kept; the latest always is."""
 
+    _instead_of: ClassVar = {
+        "checkpoint_frequency": "report at any time, or when get_context().should_checkpoint() is true, as often as "
+        "target_overhead allows",
+        "checkpoint_at_end": "leave it out: the function reports at its end",
+        "checkpoint_upload_mode": "give report(..., upload='sync' or 'async')",
+    }
+
     num_to_keep: int | None = Field(
         default=None, ge=1, title="Keep best", description="How many of the best checkpoints to keep. All when empty."
     )
@@ -237,6 +268,13 @@ class FailureConfig(_Config):
 
     A flow run that an automation starts after a crash (`max_restarts`) has new budgets.
     """
+
+    _instead_of: ClassVar = {
+        "fail_fast": "leave it out: max_failures is 0 by default, and a sweep ends with SearchConfig(max_failed_trials=0)",
+        "controller_failure_limit": "serve(..., max_restarts=3) or deploy(..., max_restarts=3) starts the flow run again",
+        "max_preemption_failures": "give max_preemptions, which is unlimited by default",
+        "relax_collectives_on_preemption": "leave it out: a report needs all ranks",
+    }
 
     max_failures: Budget = Field(
         default=0,

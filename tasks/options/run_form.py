@@ -2,7 +2,7 @@
 
 import warnings
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from prefect_torch.ckpt.text import show_class
 from pydantic import (
@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic.functional_validators import ModelWrapValidatorHandler  # of pydantic itself from 2.12 on only
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
+from typing_extensions import Self
 
 
 def shown_as(title: str, description: str, **more: Any) -> Any:
@@ -84,6 +85,17 @@ class FormModel(BaseModel):
 
     # Errors do not quote the value that they refuse: it may contain a password.
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=show_what_may_be_empty, hide_input_in_errors=True)
+    # What to write instead of fields that other frameworks' configs have.
+    _instead_of: ClassVar[dict[str, str]] = {}
+
+    if not TYPE_CHECKING:  # which knows the signature by the fields
+
+        def __new__(cls, *unnamed: Any, **_: Any) -> Self:
+            """Return a new config, unless its fields have no names, as those of a dataclass need none."""
+            if unnamed:
+                given = ", ".join(f"{name}=…" for name, _ in zip(cls.model_fields, unnamed, strict=False))
+                raise TypeError(f"{cls.__name__} takes its fields by name only: {cls.__name__}({given})")
+            return super().__new__(cls)
 
     def _warn_of_default(self, field: str, message: str) -> None:
         """Warn, from a validator, of a default that is hardly meant; once, though a flow validates its arguments again."""
@@ -131,6 +143,8 @@ class FormModel(BaseModel):
         name, *below = map(str, error["loc"] or ("",))
         if error["type"] != "extra_forbidden" or below:
             return ""
+        if name in cls._instead_of:
+            return f"; {cls._instead_of[name]}"
         within = [field for field in cls.model_fields if f"_{field}_" in f"_{name}_"]  # grace_s in preemption_grace_s
         if not within and isinstance(values, dict) and isinstance(given := values.get(name), FormModel):
             kind = type(given).__name__

@@ -24,7 +24,16 @@ from prefect_torch.deployments.command_line.ray.equivalents import (
     sections,
 )
 from prefect_torch.deployments.command_line.ray.usages import find_usages
-from prefect_torch.flows import Result, RunConfig, ScalingConfig, Trial
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    SearchConfig,
+    Trial,
+)
+from pydantic import ValidationError
 
 ROWS = [row for section in sections() for row in section.rows]
 PACKAGES = ("ckpt", "ckpt.lightning", "ckpt.transformers", "flows", "tasks", "deployments")
@@ -125,15 +134,6 @@ def test_annotations_tell_what_is_passed():
     ]
 
 
-def test_arguments_are_found_by_name_and_by_place():
-    found = uses("""
-        from ray.train import *
-        report({}, None, "name", checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
-        ScalingConfig(num_workers=(2, 8), use_gpu=True)
-    """)
-    assert uses("from ray.tune import TuneConfig\nTuneConfig('max', 'loss')")[1:] == [
-        *("tune.TuneConfig(mode='max')", "tune.TuneConfig(metric='loss')"),
-    ]
 def test_what_the_files_own_functions_return_is_known_by_their_annotations():
     assert uses("""
         from ray import tune
@@ -152,6 +152,15 @@ def test_what_the_files_own_functions_return_is_known_by_their_annotations():
     ]
 
 
+def test_arguments_are_found_by_name_and_by_place():
+    found = uses("""
+        from ray.train import *
+        report({}, None, "name", checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        ScalingConfig(num_workers=(2, 8), use_gpu=True)
+    """)
+    assert uses("from ray.tune import TuneConfig\nTuneConfig('max', 'loss')")[1:] == [
+        *("tune.TuneConfig(mode='max')", "tune.TuneConfig(metric='loss')"),
+    ]
     assert found == [
         *(
             "train.report",
@@ -463,6 +472,22 @@ def test_what_is_refused_is_an_error_where_it_is_given(row):
     config, argument = re.fullmatch(r"ray\.train\.(\w+)\((\w+)=0?\)", row.ray).groups()
     with pytest.raises(ValueError, match=argument):
         {"RunConfig": RunConfig, "ScalingConfig": ScalingConfig}[config](**{argument: 0})
+
+
+def test_fields_of_rays_configs_are_refused_with_what_to_write():
+    for ray, config in {
+        "ray.train.ScalingConfig": ScalingConfig,
+        "ray.train.RunConfig": RunConfig,
+        "ray.train.CheckpointConfig": CheckpointConfig,
+        "ray.train.FailureConfig": FailureConfig,
+        "ray.tune.TuneConfig": SearchConfig,
+    }.items():
+        given = dict.fromkeys(set(PARAMETERS[ray]) - config.model_fields.keys(), 1)
+        with pytest.raises(ValidationError) as caught:
+            config(**given)
+        refused = [error for error in caught.value.errors() if error["type"] == "extra_forbidden"]
+        assert len(refused) == len(given)
+        assert not [error["msg"] for error in refused if "; there are " in error["msg"]]
 
 
 def test_no_name_has_two_rows():

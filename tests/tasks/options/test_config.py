@@ -1,4 +1,5 @@
 import warnings
+from datetime import timedelta
 
 import pytest
 from prefect_torch.flows import SearchConfig, sweep, train
@@ -76,13 +77,24 @@ def test_what_would_fail_late_is_refused_at_once(make, problem):
         (RunConfig, {"sync_config": None}, "is 'sync' meant?"),
         (FailureConfig, {"preemption_grace_s": 1}, "is 'grace_s' meant?"),
         (ScalingConfig, {"num_worker": 1}, "is 'num_workers' meant?"),
-        (SearchConfig, {"metric": "loss", "num_samples": 1}, "there are metric, mode, num_trials, "),
+        (SearchConfig, {"metric": "loss", "num_samples": 1}, "give num_trials, which counts the trials"),
+        (SearchConfig, {"metric": "loss", "epochs": 1}, "there are metric, mode, num_trials, "),
     ],
 )
 def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant(config, given, hint):
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert f"Extra inputs are not permitted; {hint}" in str(caught.value)
+
+
+def test_fields_without_names_are_refused_with_their_names():
+    with pytest.raises(TypeError, match=r"by name only: RunConfig\(name=…, storage=…\)$"):
+        RunConfig("name", "s3://user:password@bucket")
+    assert FailureConfig(max_failures=3).model_copy() == FailureConfig.model_validate({"max_failures": 3})
+
+
+def test_a_time_budget_may_be_a_timedelta():
+    assert SearchConfig(metric="loss", time_budget_s=timedelta(hours=1)).time_budget_s == 3600
 
 
 @pytest.mark.parametrize(
