@@ -95,6 +95,7 @@ class ReportCallback(TrainerCallback):
                 )
             return
         _check_arguments(args, self._context)
+        _warn_of_shared_folder(args, self._context)
         check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
         if _resumed_from is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
             load_renamed_weights(model, _resumed_from)
@@ -228,6 +229,17 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
     for rank, folder in enumerate(folders):
         if folder != folders[0]:
             raise ValueError(f"rank 0 writes to {folders[0]} but rank {rank} to {folder}; give all ranks the same output_dir")
+
+
+def _warn_of_shared_folder(args: TrainingArguments, context: TrainContext) -> None:
+    """Warn in a trial of a sweep whose directory the others have, too: all trials run in one directory."""
+    sweep, _, trial = context.run_name.rpartition("/")
+    if sweep and context.world_rank == 0 and trial not in str(_output_dir(args)):
+        warnings.warn(
+            f"all trials of sweep {sweep!r} write to output_dir={args.output_dir!r}, and would report or delete each other's "
+            'checkpoints: give each a directory of its own, such as f"output/{get_context().run_name}"',
+            stacklevel=2,
+        )
 
 
 def load_renamed_weights(model: object, folder: Path) -> None:

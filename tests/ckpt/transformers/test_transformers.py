@@ -1,15 +1,18 @@
 """Transformers' own Trainer with the callback: one rank in this process, and two as processes."""
 
 import signal
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from exact_ends import same_ends
 from forked_ranks import launch
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
-from prefect_torch.ckpt.transformers.callback import load_renamed_weights
+from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder, load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer, weights
@@ -40,6 +43,16 @@ def fit(attempt, output_dir, callback=None, before=None, **arguments):
     with in_training(attempt.session()), resume_path() as path:
         prepare_trainer(trainer).train(resume_from_checkpoint=path)
     return trainer
+
+
+def test_a_trial_whose_output_dir_is_not_its_own_is_told():
+    context = TrainContext(0, 0, 0, 1, 1, "sweep/trial-0000-0123abcd", 1)
+    with pytest.warns(UserWarning, match="all trials of sweep 'sweep' write to output_dir='out'"):
+        _warn_of_shared_folder(SimpleNamespace(output_dir="out"), context)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_shared_folder(SimpleNamespace(output_dir=f"out/{context.run_name}"), context)
+        _warn_of_shared_folder(SimpleNamespace(output_dir="out"), replace(context, run_name="run"))
 
 
 @pytest.fixture(scope="module")
