@@ -27,11 +27,20 @@ _logger = logging.getLogger(__name__)
 
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
-    """Let the leaders of the sweep's trials ask it from now on, or no more."""
+    """Let the leaders of the sweep's trials ask it from now on, or no more; answers that nobody waits for are deleted."""
+    unread = {stem(key): key for key in sweep.keys(f"{sweep.name}/answered/")}
+    for token in sweep.keys(f"{sweep.name}/asked/"):  # listed after the answers, whose readers delete the question first
+        unread.pop(stem(token), None)
+    sweep.storage.delete(unread.values())
     if are_expected:
         sweep.put_json(_marker(sweep), {"asks": True})
     else:
         sweep.storage.delete([_marker(sweep)])
+
+
+def are_questions_expected(sweep: Run) -> bool:
+    """Return whether the trials of the sweep are led by other processes, which ask it."""
+    return sweep.get_json(_marker(sweep)) is not None
 
 
 def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDecisions | None":
@@ -46,7 +55,7 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
     if not leaf:
         return None
     sweep = Run.open(trial.spec, name)
-    if sweep.get_json(_marker(sweep)) is None:
+    if not are_questions_expected(sweep):
         return None
     status = read_status(sweep)
     if status is not None and status.outcome is not None and status.outcome.ending in _OVER:
@@ -104,8 +113,9 @@ class AskedDecisions:
                     return None
                 self.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        finally:
-            self.sweep.storage.delete([_asked(self.sweep, token), _answered(self.sweep, token)])
+        finally:  # in this order: a sweep that answers meanwhile takes its answer back, unless it still sees the question
+            self.sweep.storage.delete([_asked(self.sweep, token)])
+            self.sweep.storage.delete([_answered(self.sweep, token)])
         found = from_json(answer)
         assert isinstance(found, dict)
         return found
@@ -129,6 +139,8 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
         if question is None:
             continue
         sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
+        if sweep.get_json(key) is None:  # its trial waited no longer, and has looked for the answer before it was there
+            sweep.storage.delete([_answered(sweep, token)])
         answered += 1
     return answered
 

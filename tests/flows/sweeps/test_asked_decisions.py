@@ -83,6 +83,27 @@ def test_an_answer_that_is_read_at_this_moment_is_not_given_again():
     assert sweep.keys("") == []
 
 
+def test_no_answer_is_left_for_a_trial_that_waits_no_longer(sweep):
+    asked, answered = (f"sweep/{kind}/{TRIAL}-0123456789abcdef.json" for kind in ("asked", "answered"))
+
+    class Late(Deciding):
+        def points(self):
+            sweep.storage.delete([asked, answered])  # as a trial does that is terminated
+            return super().points()
+
+    sweep.put_json(asked, {"points": True})
+    assert answer_questions(sweep, {TRIAL: Late()}.get) == 1
+    assert sweep.keys("") == []
+
+
+def test_a_sweep_begins_without_answers_that_nobody_has_read(sweep):
+    kept = [f"sweep/{kind}/{TRIAL}-0123456789abcdef.json" for kind in ("answered", "asked")]
+    for key in (*kept, f"sweep/answered/{TRIAL}-ffffffffffffffff.json"):
+        sweep.put_json(key, {"points": True})
+    expect_questions(sweep, are_expected=False)
+    assert sweep.keys("") == kept
+
+
 def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):
     expect_nothing = answer_questions(sweep, {}.get)
     sweep.put_json(f"sweep/asked/{TRIAL}-0123456789abcdef", {"points": True})  # its trial was killed
