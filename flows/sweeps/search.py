@@ -35,6 +35,7 @@ from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"
+_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED = 60.0, 0.01  # of a time budget, of which a kill loses so much
 
 
 class Search:
@@ -76,6 +77,7 @@ class Search:
         self._pin = pin
         self._clock = clock
         self._started_s = clock()
+        self._recorded_s = recorded.used_s
         points = grid_points(search, space)
         self._study = Study(recorded.operations, search, space, seed, points)
         default = len(points) if check_sampler(search, space) == "grid" else _DEFAULT_TRIALS
@@ -99,6 +101,14 @@ class Search:
         attempt, config = self._led
         if config != self.recorded.common:
             self.recorded.record(SweepLed(attempt, config=config))
+
+    def record_time(self) -> None:
+        """Record now and then how much of a time budget is used: no event of a trial may come before a kill, for hours."""
+        budget_s, used_s = self._search.time_budget_s, self._used_s
+        if budget_s is not None and used_s - self._recorded_s >= max(_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED * budget_s):
+            with self.recorded.lock:
+                self.recorded.record(SweepLed(self._led[0], config=self.recorded.common, used_s=used_s))
+            self._recorded_s = used_s
 
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""

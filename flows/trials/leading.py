@@ -32,6 +32,7 @@ def lead_trials(
         while True:
             termination.raise_if_requested()
             search.raise_if_failed()
+            search.record_time()
             while trials.num_running() < config.max_concurrent:
                 trial = waiting.pop(0) if waiting else search.next_trial()
                 if trial is None:

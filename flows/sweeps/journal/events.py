@@ -19,12 +19,14 @@ class SweepLed:
         attempt: Its attempt.
         is_fresh: Whether the sweep begins again, without the trials before.
         config: What all trials that start or go on from here on have; None if an older version did not record it.
+        used_s: As of an event of a trial; it is recorded now and then while no trial has any.
 
     """
 
     attempt: Count
     is_fresh: bool = False
     config: dict[str, Any] | None = None
+    used_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

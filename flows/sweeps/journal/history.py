@@ -152,7 +152,7 @@ def used_time_s(events: Iterable[Event]) -> float:
     for event in events:
         if isinstance(event, SweepLed) and event.is_fresh:
             used_s = 0.0
-        elif isinstance(event, TrialEvent):
+        elif isinstance(event, SweepLed | TrialEvent):
             used_s = max(used_s, event.used_s)
     return used_s
 

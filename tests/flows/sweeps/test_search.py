@@ -479,6 +479,31 @@ def test_the_time_of_earlier_starts_counts_against_the_time_budget():
     assert started_again(60).next_trial().number == 0
 
 
+def test_a_kill_loses_little_of_the_time_budget_though_no_trial_has_an_event():
+    now_s, entries = [0.0], []
+
+    def started(budget_s):
+        recorded = RecordedTrials([decode_event(entry, "the journal") for entry in entries], entries.append)
+        return Search(configured(time_budget_s=budget_s), parse_space(SPACE), 0, recorded, "sweep", clock=lambda: now_s[0])
+
+    first = started(7200)
+    first.lead(1, {"y": 1})
+    first.use_config()
+    first.next_trial()
+    known = len(entries)
+    for second in range(0, 7200, 5):
+        now_s[0] = second
+        first.record_time()
+    assert len(entries) == known + 7195 // 75
+    again = started(7200)
+    assert again.recorded.used_s == pytest.approx(7195, abs=75)
+    assert [(trial.state, trial.common) for trial in again.trials.values()] == [("running", {"y": 1})]
+    now_s[0] += 75
+    assert again.is_over_budget
+    started(None).record_time()
+    assert len(entries) == known + 7195 // 75, "without a budget"
+
+
 def test_more_failures_than_allowed_end_the_search_and_the_error_says_how_they_are_tried_again():
     search = Search(configured(max_failed_trials=1), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     for _ in range(2):
