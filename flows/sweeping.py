@@ -1,6 +1,6 @@
 """The flow `sweep`: many trainings, searched, each a run of its own, to be called, scheduled and triggered."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Annotated, Any
@@ -13,25 +13,26 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
-from prefect_torch.flows.sweeps.asked_decisions import expect_questions
-from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, settle_definition
+from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
+from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, read_definition, settle_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Event
-from prefect_torch.flows.sweeps.journal.history import has_begun_again, history_of
+from prefect_torch.flows.sweeps.journal.history import TrialRecord, has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
-from prefect_torch.flows.sweeps.journal.stored_trials import whole_events_of
+from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries, whole_events_of
 from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.trial_storage import pin_source
-from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
+from prefect_torch.flows.sweeps.trial_storage import pin_source, remove_lost_pin, unpin_source
+from prefect_torch.flows.trials.deployed_trials import DeployedTrials, cancel_flow_runs, check_deployment
 from prefect_torch.flows.trials.leading import lead_trials
 from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
@@ -153,6 +154,8 @@ def sweep(
     with _outcome_recorded(led, claimed, storage):
         entries, events = _begin_journal(led, may_be_new=run_config.resume == "never")
         is_fresh = run_config.resume == "never" and not has_begun_again(events, claimed.lineage)
+        former = history_of(events) if is_fresh else {}
+        _warn_of_lost_entries(led, events)
         events = [] if is_fresh else events
         definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
         journal = Journal(led, claimed.number, len(entries))
@@ -170,6 +173,8 @@ def sweep(
                 partial(pin_source, storage),
             )
             before = dict(searched.trials)
+            remove_lost_pin(led, before.values())
+            _leave(led, former.values())
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
@@ -182,6 +187,28 @@ def sweep(
                 get_run_logger().warning("%s", _nothing_left(search, searched))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
+
+
+def _warn_of_lost_entries(led: Run, events: list[Event]) -> None:
+    known = read_definition(led)
+    lost = [] if known is None else runs_without_entries(led, events, known.created_at)
+    if lost:
+        get_run_logger().warning(
+            "the storage has %s of trials that the journal of sweep %r does not know, such as %s: its last entries are lost, "
+            "as after a restore of an older backup; what they had is searched anew, in new runs",
+            show_count(len(lost), "run"),
+            led.name,
+            lost[-1],
+        )
+
+
+def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
+    """Cancel the flow runs of trials with which a sweep that begins again has nothing to do, and remove their pins."""
+    if are_questions_expected(led):
+        cancel_flow_runs([trial for trial in trials if trial.state == "running"], "the sweep begins again without its trials")
+    for trial in trials:
+        if trial.source is not None:
+            unpin_source(led.spec, trial.source, trial.run)
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

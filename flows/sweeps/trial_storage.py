@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
@@ -134,6 +134,9 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
 
     """
     store = CheckpointStore.open(storage, source.run)
+    sweep, _, leaf = source.run.rpartition("/")
+    # Before the pin, of which the journal's next entry alone tells.
+    store.put_json(_last_pin(sweep), {"source": leaf, "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
         return decided.checkpoint, decided.num_reports
@@ -156,6 +159,27 @@ def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
 def unpin_source(storage: StorageSpec, source: Source, clone: str) -> None:
     """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
     CheckpointStore.open(storage, source.run).unpin(source.checkpoint, _token(clone))
+
+
+def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
+    """Remove the pin of a run that no trial has: a kill came between `pin_source` and the journal's entry. Costs a small read.
+
+    Args:
+        sweep: The sweep.
+        trials: All its trials.
+
+    """
+    last = sweep.get_json(_last_pin(sweep.name))
+    if last is None:
+        return
+    clone = f"{sweep.name}/{last.get('clone')}"
+    if not any(clone in (trial.run, *trial.earlier_runs) for trial in trials):
+        source = Run.open(sweep.spec, f"{sweep.name}/{last.get('source')}")
+        sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{_token(clone)}.json")])
+
+
+def _last_pin(sweep: str) -> str:
+    return f"{sweep}/last-pin.json"
 
 
 def _token(clone: str) -> str:

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -60,6 +61,25 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
             read_deployment(client, name)
         except ObjectNotFound as exc:
             raise ValueError(f"trials_on={name!r}: {exc}") from None
+
+
+def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
+    """Cancel the flow runs of trials that have not ended; what fails is logged.
+
+    Args:
+        trials: The trials, of a sweep whose trials are flow runs of a deployment.
+        reason: The message of their state.
+
+    """
+    for trial in trials:
+        try:
+            alive = [it for it in _alive(trial) if it.state is None or not it.state.is_cancelling()]
+        except (PrefectException, httpx.HTTPError) as exc:
+            get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
+            continue
+        for flow_run in alive:
+            get_run_logger().info("flow run %r ends: %s", flow_run.name, reason)
+            _cancel(trial, flow_run.id, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +163,7 @@ class DeployedTrials:
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         self._starting.clear()
         for trial, flow_run_id in self._running.values():
-            self._cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
+            _cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
 
     def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"
@@ -170,7 +190,7 @@ class DeployedTrials:
                 del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
-        trial, parameters, alive = start.trial, self._parameters(start.trial), self._alive(start.trial)
+        trial, parameters, alive = start.trial, self._parameters(start.trial), _alive(start.trial)
         for flow_run in alive:
             if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
@@ -179,7 +199,7 @@ class DeployedTrials:
             if flow_run.state is not None and flow_run.state.is_cancelling():
                 continue
             get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
-            self._cancel(trial, flow_run.id, "the sweep goes on with another config")
+            _cancel(trial, flow_run.id, "the sweep goes on with another config")
         created = run_deployment(
             name=self._deployment,
             parameters=parameters,
@@ -190,21 +210,6 @@ class DeployedTrials:
         )
         assert isinstance(created, FlowRun)  # no coroutine: the sweep's flow is no async one
         return created.id
-
-    def _cancel(self, trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
-        """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
-        try:
-            with get_client(sync_client=True) as client:
-                client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
-        except (PrefectException, httpx.HTTPError) as exc:
-            get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
-
-    def _alive(self, trial: TrialRecord) -> list[FlowRun]:
-        """Return the flow runs of a trial that have not ended."""
-        tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
-        with get_client(sync_client=True) as client:
-            found = client.read_flow_runs(flow_run_filter=tags)
-        return [it for it in found if it.state is None or not it.state.is_final()]
 
     def _parameters(self, trial: TrialRecord) -> dict[str, Any]:
         training, source = self._training, trial.source
@@ -294,7 +299,7 @@ class DeployedTrials:
         """Return whether another flow run trains the trial, which `start` takes over, such as one that an automation began."""
         try:
             with without_retries():
-                return bool(self._alive(trial))
+                return bool(_alive(trial))
         except httpx.HTTPError as exc:
             if not is_outage(exc):
                 raise
@@ -310,3 +315,20 @@ class DeployedTrials:
 
 def _has_ended(flow_run: FlowRun) -> bool:
     return flow_run.state is not None and flow_run.state.is_final()
+
+
+def _alive(trial: TrialRecord) -> list[FlowRun]:
+    """Return the flow runs of a trial that have not ended."""
+    tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=tags)
+    return [it for it in found if it.state is None or not it.state.is_final()]
+
+
+def _cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
+    """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
+    except (PrefectException, httpx.HTTPError) as exc:
+        get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)

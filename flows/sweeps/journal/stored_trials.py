@@ -1,11 +1,14 @@
 """The events and the trials of a sweep as its storage has them."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
+from prefect_torch.ckpt.runs.layout import TRIAL_NAME
 from prefect_torch.ckpt.runs.run import Run
 
-from .events import Event, SweepLed, TrialStarted, decode_event
+from .events import Event, SweepLed, TrialReported, TrialStarted, decode_event
 from .history import TrialRecord, history_of
 from .journal import Entry, JournalDamagedError, read_journal
 
@@ -69,6 +72,31 @@ def read_known_trials(run: Run) -> tuple[dict[int, TrialRecord], str | None]:
         f"{len(lost)} of the journal's entries cannot be read, so trials may be missing, or be as they were before; the first: "
         f"{lost[0]}"
     )
+
+
+def runs_without_entries(run: Run, events: Iterable[Event], since: str) -> list[str]:
+    """Return the names of trials' runs that have begun since a time and are in no event: the journal's last entries are lost.
+
+    Costs a listing of names, and a read or two for each such run.
+
+    Args:
+        run: The sweep.
+        events: All events in its journal, also those before it began again.
+        since: When the journal began (UTC, ISO 8601).
+
+    """
+    known = {name for event in events if (name := _begun_by(event)) is not None}
+    found = (f"{run.name}/{leaf}" for leaf in run.storage.folders(f"{run.name}/") if re.fullmatch(TRIAL_NAME, leaf))
+    unknown = [name for name in found if name not in known]
+    begun = {name: next(list_attempts(Run.open(run.spec, name)), None) for name in unknown}
+    return sorted(name for name, attempt in begun.items() if attempt is not None and attempt.claimed_at > since)
+
+
+def _begun_by(event: Event) -> str | None:
+    """Return the run that an event begins."""
+    if isinstance(event, TrialReported):
+        return None if event.cloned is None else event.cloned.run
+    return event.run if isinstance(event, TrialStarted) else None
 
 
 def _with_their_start(events: Iterable[Event]) -> Iterator[Event]:

@@ -45,12 +45,13 @@ from prefect_torch.flows import (
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps.domains import parse_space
-from prefect_torch.flows.sweeps.journal.events import decode_event
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, undecided
+from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, remove_lost_pin, undecided
 from prefect_torch.flows.trials import leading
 from prefect_torch.tasks.training import backoff, leadership
 from told_trainings import events_about
@@ -268,6 +269,32 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
     reported = replace(trial, reports=(RungReport(0, 1.0, first.id, 5),))
     assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == (first.id, 5), "without a look at the newest"
     assert second.id not in {manifest.id for manifest in store.list()}
+
+
+def test_a_pin_whose_clone_a_kill_kept_from_the_journal_is_removed_at_the_next_start(tmp_path):
+    store = CheckpointStore.open(tmp_path, "sweep/trial-0000-0123abcd")
+    source, made = commit(store, 0), commit(store, 1)
+    store.pin(source.id, "00000000")
+    clone = "sweep/trial-0001-11111111"
+    assert pin_source(StorageSpec(str(tmp_path)), TrialRecord(0, store.run, {}, 0), clone) == (made.id, 2)
+    led = Run.open(str(tmp_path), "sweep")
+    remove_lost_pin(led, [TrialRecord(1, "sweep/trial-0001-22222222", {}, 1, earlier_runs=(clone,))])
+    assert store.pinned() == {source.id, made.id}
+    remove_lost_pin(led, [TrialRecord(1, "sweep/trial-0001-22222222", {}, 1)])
+    assert store.pinned() == {source.id}
+    remove_lost_pin(Run.open(str(tmp_path), "another"), [])
+
+
+def test_runs_that_the_journal_does_not_know_tell_that_its_last_entries_are_lost(tmp_path):
+    led, names = Run.open(str(tmp_path), "sweep"), [f"sweep/trial-000{number}-0123abcd" for number in range(3)]
+    for name in names[:2]:
+        claim_attempt(Run.open(str(tmp_path), name), Owner.current(), world_size=1)
+    commit(CheckpointStore.open(tmp_path, names[2]), 0)  # of no attempt
+    started = TrialStarted(0, names[0], {}, 0)
+    assert runs_without_entries(led, [started], "2020") == [names[1]]
+    assert runs_without_entries(led, [started], "3020") == [], "of a journal before this one"
+    reported = TrialReported(0, 1, 1, None, {}, "running", cloned=Cloned(names[1], {}, Source(0, names[0], "some-id")))
+    assert runs_without_entries(led, [started, reported], "2020") == []
 
 
 def test_a_trial_that_fails_on_its_way_out_after_a_stop_trains_no_further(run):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
@@ -21,7 +22,9 @@ from prefect.states import Cancelling, Failed, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, uniform
+from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, sweeping, uniform
+from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.trials import deployed_trials
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
@@ -228,6 +231,21 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_unless_the_config_is_a
     api.tagged = [begun.model_copy(update={"state": Cancelling()})]
     trials.start(TRIAL)
     assert api.cancelled == ([] if is_taken_over else [begun.id]), "once"
+
+
+def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):
+    led = Run.open(str(tmp_path), "sweep")
+    running, ended = TRIAL, replace(TRIAL, number=1, state="completed")
+    api.tagged = [api.flow_run, api.flow_run.model_copy(update={"id": uuid4(), "state": Cancelling()})]
+    with without_retries():
+        sweeping._leave(led, [running, ended])
+        assert (api.looks, api.cancelled) == (0, []), "its trials were no flow runs of a deployment"
+        expect_questions(led, are_expected=True)
+        sweeping._leave(led, [running, ended])
+        assert (api.looks, api.cancelled) == (1, [api.flow_run.id])
+        api.is_away = True
+        sweeping._leave(led, [running])
+        assert api.cancelled == [api.flow_run.id]
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
