@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import as_float, with_numbers
 from prefect_torch.ckpt.storage.records import check_depth
+from prefect_torch.ckpt.text import show_class
 
 from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains, parameter_names
 
@@ -106,6 +107,11 @@ def _parse(value: Any, place: str) -> Node:
     try:
         return Constant(as_stored(value))
     except (TypeError, ValueError) as exc:
+        if type(value).__module__.startswith("ray."):
+            raise ValueError(
+                f"space{place} is {show_class(value)}, Ray's: give the domains of prefect_torch.flows, such as "
+                "loguniform(1e-4, 1e-1)"
+            ) from exc
         raise ValueError(
             f"space{place}={value!r} is neither JSON nor a domain: give numbers, texts, lists and dicts, and choose among "
             "functions or classes by their names"

@@ -5,11 +5,21 @@ from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt.runs.metrics import with_numbers
+from prefect_torch.ckpt.text import show_class
 from prefect_torch.tasks.options.run_form import FormModel
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 Mode = Literal["min", "max"]
 _HIGH_IS_GOOD = frozenset({"acc", "accuracy", "auc", "auroc", "f1", "reward"})
+_DEFAULTS = "Ray's default, which cannot be changed"
+_OF_RAY = {  # of its create_scheduler
+    **dict.fromkeys(("async_hyperband", "asynchyperband"), "give 'asha'"),
+    **dict.fromkeys(("median_stopping_rule", "medianstopping"), "give 'median'"),
+    "hb_bohb": "give 'hyperband', and sampler='tpe'",
+    **dict.fromkeys(("pb2", "pbt_replay"), "there is 'pbt', without a model of the parameters"),
+    "fifo": "leave it out",
+    "resource_changing": "leave it out: ScalingConfig(num_workers=(fewest, most)) lets each attempt take what there is",
+}
 SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
 
 
@@ -35,6 +45,13 @@ class SearchConfig(FormModel):
         **dict.fromkeys(("name", "storage_path"), "give the flow run=RunConfig(name=..., storage=...)"),
         "resume_errored": "give restart_errored",
         "brackets": "give scheduler='hyperband'",
+        **dict.fromkeys(
+            ("quantile_fraction", "resample_probability", "perturbation_factors"), f"leave it out: pbt has {_DEFAULTS}"
+        ),
+        **dict.fromkeys(("min_samples_required", "min_time_slice", "hard_stop"), f"leave it out: median has {_DEFAULTS}"),
+        "burn_in_period": "leave it out: the first decision comes after one perturbation_interval",
+        "custom_explore_fn": "compute in the training function what follows from the config",
+        **dict.fromkeys(("stop_last_trials", "synch", "log_config", "require_attrs"), "leave it out"),
     }
 
     metric: Annotated[str, Field(title="One")] | Annotated[list[str], Field(title="Several", min_length=1)] = Field(
@@ -150,6 +167,24 @@ class SearchConfig(FormModel):
     @classmethod
     def _as_seconds(cls, budget: object) -> object:
         return budget.total_seconds() if isinstance(budget, timedelta) else budget
+
+    @field_validator("num_trials", mode="before")
+    @classmethod
+    def _refuse_no_end(cls, number: object) -> object:
+        if number == -1:
+            raise ValueError("there is no search without an end: give more trials than time_budget_s lets begin")
+        return number
+
+    @field_validator("scheduler", mode="before")
+    @classmethod
+    def _refuse_rays(cls, scheduler: object) -> object:
+        if scheduler is not None and not isinstance(scheduler, str):
+            raise ValueError(
+                f"a scheduler is a name, such as 'asha', and its arguments are fields here, not {show_class(scheduler)}"
+            )
+        if scheduler in _OF_RAY:
+            raise ValueError(f"{scheduler!r} is Ray's name: {_OF_RAY[scheduler]}")
+        return scheduler
 
     @field_validator("metric")
     @classmethod

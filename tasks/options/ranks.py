@@ -11,6 +11,10 @@ _MOST = 65_536  # each is described in memory before anything starts
 
 def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[int, int]:
     if not isinstance(value, (list, tuple)):
+        if value == 0:  # as of Ray's local mode
+            raise PydanticCustomError(
+                "ranks", "Input should be 1 or more: each rank is a process, and there is no mode without"
+            )
         one: int = check_one(value)
         return one
     if len(value) != _TWO:

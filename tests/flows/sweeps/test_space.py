@@ -49,6 +49,12 @@ def test_what_cannot_be_searched_is_refused_with_its_place(space, problem):
         parse_space(space)
 
 
+def test_a_domain_of_rays_is_told_from_other_objects():
+    of_ray = type("Float", (), {"__module__": "ray.tune.search.sample"})
+    with pytest.raises(ValueError, match=r"space\['lr'\]\[1\] is ray.tune.search.sample.Float, Ray's: give the domains of"):
+        parse_space({"lr": choice([1, of_ray()])})
+
+
 def test_a_config_that_json_cannot_hold_is_refused_with_its_name():
     with pytest.raises(ValueError, match=r"config\['data'\]=\{'path': .*Path\('data'\)\} is not JSON"):
         define("my:fn", {"lr": uniform(0, 1)}, {"epochs": 9, "data": {"path": Path("data")}}, SearchConfig(metric="loss"))

@@ -87,6 +87,20 @@ def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant
     assert f"Extra inputs are not permitted; {hint}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("make", "hint"),
+    [
+        (lambda: ScalingConfig(num_workers=0), "each rank is a process, and there is no mode without"),
+        (lambda: SearchConfig(metric="loss", num_trials=-1), "give more trials than time_budget_s lets begin"),
+        (lambda: SearchConfig(metric="loss", scheduler="async_hyperband"), "'async_hyperband' is Ray's name: give 'asha'"),
+        (lambda: SearchConfig(metric="loss", scheduler=object()), "its arguments are fields here, not object"),
+    ],
+)
+def test_values_of_rays_configs_are_refused_with_what_to_write(make, hint):
+    with pytest.raises(ValidationError, match=hint):
+        make()
+
+
 def test_fields_without_names_are_refused_with_their_names():
     with pytest.raises(TypeError, match=r"by name only: RunConfig\(name=…, storage=…\)$"):
         RunConfig("name", "s3://user:password@bucket")
