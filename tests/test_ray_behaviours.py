@@ -42,14 +42,18 @@ from prefect_torch.flows import (
     TrainingFailedError,
     train,
 )
+from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
+from prefect_torch.tasks.prepare import data_loader
+from prefect_torch.tasks.rank.call import _call
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature
 from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError
-from ranks import Attempt, folder, read_files
+from ranks import Attempt, as_rank, folder, read_files
 from ray_behaviours import behaviour
 from ray_behaviours_ranks import fail_after_the_checkpoint, leave, tell_place, train_with_a_failure
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 
 @pytest.fixture
@@ -201,7 +205,12 @@ def test_an_async_report_takes_the_files_over(store, uploads_may_go_on):
     assert read_files(store.checkpoint(store.latest())) == {"model": b"x"}
 
 
-@behaviour("ray.train.report", "with ASYNC waits for the upload of the report before", verdict="same")
+@behaviour(
+    "ray.train.report",
+    "with ASYNC uploads one checkpoint after another, and any number may wait in its queue",
+    verdict="better",
+    reason="the next report waits, so that at most `CheckpointConfig.max_in_flight` (1) checkpoints take space",
+)
 def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
     second_returned = threading.Event()
 
@@ -887,11 +896,12 @@ def test_a_killed_flow_process_is_no_failure_of_the_function(store, tmp_path):
 
 @behaviour(
     "ray.train.FailureConfig",
-    "controller_failure_limit restarts the controller",
+    "controller_failure_limit is how often workers may fail to start, without limit by default",
     verdict="different",
-    reason="an automation runs a crashed flow again: `serve(…, max_restarts=)`, `resume_crashed`",
+    reason="such a start counts as lost processes do: `max_infrastructure_failures`, 3 by default. A crashed flow is run again "
+    "by an automation: `serve(…, max_restarts=)`, `resume_crashed`",
 )
-def test_there_is_no_controller_to_restart():
+def test_there_is_no_controller_whose_failures_count():
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         FailureConfig(controller_failure_limit=3)
 
@@ -1059,6 +1069,104 @@ def test_there_is_at_least_one_rank():
 def test_resources_are_the_work_pools():
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         ScalingConfig(resources_per_worker={"CPU": 4})
+
+
+@behaviour(
+    "ray.train.ScalingConfig",
+    "takes its fields by position, too, as the other configs do",
+    verdict="refused",
+    reason="a `TypeError` names the field",
+)
+@pytest.mark.parametrize("config", [ScalingConfig, RunConfig, CheckpointConfig, FailureConfig])
+def test_fields_have_names(config):
+    with pytest.raises(TypeError, match=f"by name only: {config.__name__}"):
+        config(2)
+
+
+# ray.train.torch
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """This process is the second of two ranks for a data loader."""
+    monkeypatch.setattr(data_loader, "get_rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(data_loader, "common_seed", lambda *_: 0)
+
+
+@behaviour(
+    "ray.train.torch.prepare_data_loader",
+    "replaces a sampler of the user's by a DistributedSampler, with a warning",
+    verdict="refused",
+    reason="one that cannot be split among the ranks is a `ValueError`; `shuffle=` and a DistributedSampler are taken",
+)
+def test_a_sampler_of_ones_own_is_not_replaced(second_of_two):
+    with pytest.raises(ValueError, match="share the data by rank yourself"):
+        prepare_data_loader(DataLoader(range(8), sampler=WeightedRandomSampler([1.0] * 8, 8)))
+    assert [len(batch) for batch in prepare_data_loader(DataLoader(range(8), 2, shuffle=True))] == [2, 2]
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@behaviour(
+    "ray.train.torch.prepare_data_loader",
+    "gives an IterableDataset as it is to every worker, so that each has all of it",
+    verdict="refused",
+    reason="it is a `ValueError`, unless `add_distributed_sampler=False` says that the dataset shares its data itself",
+)
+def test_a_stream_is_not_trained_on_by_each_rank_unawares(second_of_two):
+    with pytest.raises(ValueError, match="give add_distributed_sampler=False"):
+        prepare_data_loader(DataLoader(_Stream()))
+    assert len(list(prepare_data_loader(DataLoader(_Stream()), add_distributed_sampler=False))) == 4
+
+
+@behaviour(
+    "ray.train.torch.prepare_data_loader",
+    "gives each epoch the order of the first unless loader.sampler.set_epoch(epoch) is called before it",
+    verdict="better",
+    reason="the loader counts its epochs; such calls do no harm",
+)
+def test_each_epoch_has_an_order_of_its_own(second_of_two):
+    def epochs(loader, *, are_set):
+        orders = []
+        for epoch in range(2):
+            if are_set:
+                loader.sampler.set_epoch(epoch)
+            orders.append(torch.cat(list(loader)).tolist())
+        return orders
+
+    unset, set_by_hand = (
+        epochs(prepare_data_loader(DataLoader(range(64), 8, shuffle=True)), are_set=are_set) for are_set in (False, True)
+    )
+    assert unset[0] != unset[1]
+    assert set_by_hand == unset
+
+
+@behaviour(
+    "ray.train.torch.prepare_data_loader",
+    "drops arguments of the loader, such as persistent_workers and prefetch_factor",
+    verdict="better",
+    reason="all are kept, but for the sampler",
+)
+def test_a_loader_keeps_its_arguments(second_of_two):
+    given = DataLoader(range(8), num_workers=1, prefetch_factor=3, persistent_workers=True)
+    prepared = prepare_data_loader(given)
+    assert (prepared.prefetch_factor, prepared.persistent_workers, prepared.num_workers) == (3, True, 1)
+
+
+# ray.train.ValidationConfig
+
+
+@behaviour("ray.train.ValidationConfig", "fn is called with the checkpoint, and with fn_kwargs by name", verdict="same")
+def test_an_evaluation_takes_the_checkpoint_first(store, tmp_path):
+    def validate(checkpoint, scale):
+        return {"files": len(read_files(checkpoint)) * scale}
+
+    commit(store, tmp_path)
+    with as_rank(Attempt(store).session()):
+        assert _call(check_signature(validate, evaluates=True), {"scale": 2}, evaluates=True) == {"files": 2}
 
 
 # ray.train.torch.TorchTrainer and ray.train.Result

@@ -271,7 +271,7 @@ class FailureConfig(_Config):
 
     _instead_of: ClassVar = {
         "fail_fast": "leave it out: max_failures is 0 by default, and a sweep ends with SearchConfig(max_failed_trials=0)",
-        "controller_failure_limit": "serve(..., max_restarts=3) or deploy(..., max_restarts=3) starts the flow run again",
+        "controller_failure_limit": "give max_infrastructure_failures, for ranks that cannot start, too",
         "max_preemption_failures": "give max_preemptions, which is unlimited by default",
         "relax_collectives_on_preemption": "leave it out: a report needs all ranks",
     }
