@@ -1,4 +1,7 @@
-"""A trial's run in the storage: how it has ended, what it reported and was not decided, what is pinned and deleted of it."""
+"""A trial's run in the storage: how it has ended, what it reported and was not decided, what is pinned and deleted of it.
+
+<sweep>/last-pin.json    the runs of the trial whose checkpoint was pinned last, and of the one that is to begin from it
+"""
 
 import math
 from collections import Counter
