@@ -13,7 +13,7 @@ def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[i
     if not isinstance(value, (list, tuple)):
         if value == 0:  # as of Ray's local mode
             raise PydanticCustomError(
-                "ranks", "Input should be 1 or more: each rank is a process, and there is no mode without"
+                "ranks", "Input should be greater than 0: each rank is a process, and there is no mode without"
             )
         one: int = check_one(value)
         return one
