@@ -46,7 +46,7 @@ from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prepare import data_loader
-from prefect_torch.tasks.rank.call import _call
+from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature
 from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from pydantic import ValidationError

@@ -16,7 +16,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from prefect_torch.tasks.gang.processes import fork_servers
-from prefect_torch.tasks.rank.call import _call
+from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
 
@@ -300,7 +300,7 @@ def validate(checkpoint, threshold, *, scale=1):
 
 
 def test_an_evaluation_may_take_the_checkpoint_as_rays_do(monkeypatch):
-    monkeypatch.setattr("prefect_torch.tasks.rank.call.get_checkpoint", lambda: "the checkpoint")
+    monkeypatch.setattr("prefect_torch.tasks.rank.program.call.get_checkpoint", lambda: "the checkpoint")
     function, config = unpack_function(pack_function(validate, {"threshold": 2}, evaluates=True))
     assert _call(function, config, evaluates=True) == ("the checkpoint", 2, 1)
     assert _call(lambda checkpoint: checkpoint, None, evaluates=True) == "the checkpoint"
