@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
-from prefect_torch.ckpt.storage.records import parse
+from prefect_torch.ckpt.storage.records import check_digest, parse
 from prefect_torch.ckpt.storage.sizes import find_size
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class Run:
         return self._read_small(key, "a JSON object", lambda found: found)
 
     def get_record(self, kind: type[T], key: str, what: str) -> T | None:
-        """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed.
+        """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed or damaged.
 
         Args:
             kind: Its dataclass; see `record_fields.decode`.
@@ -267,7 +267,14 @@ class Run:
             UnsupportedFormatError: If a newer version wrote it.
 
         """
-        return self._read_small(key, what, lambda found: decode(kind, found, self._location_of(key), what))
+        where = self._location_of(key)
+
+        def read(found: dict[str, Any]) -> T:
+            record = decode(kind, found, where, what)
+            check_digest(found, where, what)
+            return record
+
+        return self._read_small(key, what, read)
 
     def leave_out_newer(self, read: Callable[[], T | None]) -> T | None:
         """Return what `read` returns; None, with a warning, if a newer version wrote it."""

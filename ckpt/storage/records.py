@@ -7,7 +7,7 @@ malformed, and the error names the object. A newer format is an error of its own
 import json
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ MAX_GIVEN_DEPTH = 100  # of a user's value: the record around it is deeper
 _BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
 _DIGEST_SIZE = 32
 _SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
+_DIGEST_FIELD = "digest"
 _SHOWN = 80
 
 
@@ -137,6 +138,28 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
     raise MalformedRecordError(f"{where} is not {what}: it is no body with the digest of it")
 
 
+def with_digest(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `record` with a digest among its fields, for `check_digest`; older versions read it as before."""
+    return {**record, _DIGEST_FIELD: _sorted_digest(record)}
+
+
+def check_digest(record: Mapping[str, Any], where: str, what: str) -> None:
+    """Compare a record that `with_digest` made with its digest; do nothing for one without, as older versions wrote it.
+
+    Args:
+        record: A dict that `parse` returned.
+        where: The key of the object, for the error.
+        what: A description of the expected record, with its article, for the error.
+
+    Raises:
+        MalformedRecordError: If any field differs.
+
+    """
+    fields = {name: value for name, value in record.items() if name != _DIGEST_FIELD}
+    if len(fields) < len(record) and record[_DIGEST_FIELD] != _sorted_digest(fields):
+        raise MalformedRecordError(f"{where} is not {what}: it does not match its own digest")
+
+
 def unseal_all(lines: Iterable[bytes]) -> list[dict[str, Any]] | None:
     """Return the bodies of many sealed records as `unseal` does, in a third of the time; None unless all of them are whole.
 
@@ -163,6 +186,10 @@ def _verified(data: bytes) -> bytes | None:
 
 def _digest(body: object) -> str:
     return xxhash.xxh3_128_hexdigest(_STRICT_ENCODER.encode(body).encode())
+
+
+def _sorted_digest(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
 def _finite(text: str) -> float:

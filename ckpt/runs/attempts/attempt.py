@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.record_fields import Count, decode
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.records import with_digest
 from prefect_torch.ckpt.storage.sizes import find_size
 
 from .owner import Owner
@@ -181,9 +182,14 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
     return readable, unreadable
 
 
+def encode_claim(attempt: Attempt) -> dict[str, Any]:
+    """Return a claim's record; it has a digest, as one changed digit could begin a new lineage, or make a prune keep less."""
+    return with_digest(asdict(attempt))
+
+
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
     """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
-    record = asdict(replace(attempt, resumed_from=checkpoint))
+    record = encode_claim(replace(attempt, resumed_from=checkpoint))
     run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
 
 
@@ -191,7 +197,7 @@ def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
     """Record in a claim, and return, with how many ranks the attempt begins, where that was unknown when it was made."""
     known = replace(attempt, world_size=world_size)
     if known != attempt:
-        run.put_json(run.layout.attempt(attempt.number, attempt.token), asdict(known))
+        run.put_json(run.layout.attempt(attempt.number, attempt.token), encode_claim(known))
     return known
 
 

@@ -2,7 +2,13 @@ from dataclasses import replace
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import (
+    Outcome,
+    newest_attempt,
+    read_outcomes,
+    record_resumed_from,
+    write_outcome,
+)
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 
@@ -23,6 +29,19 @@ def test_an_attempt_with_a_policy_of_a_later_version_is_seen_and_keeps_everythin
     claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
     assert newest_attempt(store) == claimed
     assert claimed.policy == RetentionPolicy()
+
+
+@pytest.mark.parametrize(("field", "other"), [(b'"lineage": 1', b'"lineage": 3'), (b'"num_to_keep": 3', b'"num_to_keep": 1')])
+def test_a_claim_with_one_changed_bit_is_not_believed(store, caplog, field, other):
+    claimed = claim_attempt(store, Owner.current(), world_size=1, settings={"num_to_keep": 3})
+    record_resumed_from(store, claimed, "s3://b/x")
+    assert newest_attempt(store) == replace(claimed, resumed_from="s3://b/x")
+    key = store.layout.attempt(claimed.number, claimed.token)
+    data = store.storage.get_bytes(key)
+    store.storage.put_bytes(key, data.replace(field, other))
+    assert store.storage.get_bytes(key) != data
+    assert newest_attempt(store) is None
+    assert f"{key} is not the claim of an attempt: it does not match its own digest" in caplog.text
 
 
 def test_outcomes_come_back(store):
