@@ -62,9 +62,10 @@ def _host() -> str:
 
 def _start_ticks(pid: int) -> int | None:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The second field is the command in parentheses and may hold spaces; the start is the 22nd (proc_pid_stat(5)).
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state == "Z" else int(fields[18])
+    # The second field is the command in parentheses and may hold any bytes, such as half a character; the start is the 22nd
+    # (proc_pid_stat(5)).
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state == b"Z" else int(fields[18])

@@ -11,7 +11,8 @@ def filesystem_of(device: int) -> str | None:
     if not _MOUNTS.exists():
         return None
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5): the third field, and the first after " - "
+    lines = os.fsdecode(_MOUNTS.read_bytes()).splitlines()
+    for line in lines:  # proc_pid_mountinfo(5): the third field, and the first after " - "
         place, _, mounted = line.partition(" - ")
         if place.split()[2] == number:
             return mounted.split()[0]

@@ -80,7 +80,7 @@ def pack_directory(directory: str, storage: str, evaluation: str | None = None) 
 
 def _files(root: Path, storage: str) -> Iterator[Path]:
     ignore = root / _IGNORE_FILE
-    included = filter_files(str(root), ignore.read_text().splitlines(), include_dirs=False) if ignore.is_file() else None
+    included = filter_files(str(root), ignore.read_text("utf-8").splitlines(), include_dirs=False) if ignore.is_file() else None
     for folder, names, files in os.walk(root):
         here = Path(folder)
         names[:] = [name for name in names if name not in _LEFT_OUT and not _is_left_out(here / name, storage)]

@@ -69,7 +69,7 @@ class ProcessContext:
         """Return those of a rank with `environment` that the calling thread would start."""
         kept = sorted((name, value) for name, value in environment.items() if not _NOT_READ_AT_IMPORT.fullmatch(name))
         thread = Path("/proc/thread-self")
-        inherited = [(thread / name).read_text() for name in ("limits", "cgroup", "status")]
+        inherited = [os.fsdecode((thread / name).read_bytes()) for name in ("limits", "cgroup", "status")]
         spec = PathFinder.find_spec("torch")
         return cls(
             tuple(kept),

@@ -218,5 +218,5 @@ def _holders(pipe: int) -> str:
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if int(folder.name) != os.getpid() and any(it.readlink() == inode for it in (folder / "fd").iterdir()):
-                    found.append(f"{(folder / 'comm').read_text().strip()} ({folder.name})")
+                    found.append(f"{(folder / 'comm').read_text('utf-8', 'replace').strip()} ({folder.name})")
     return ", ".join(found) or "a process"

@@ -1,5 +1,6 @@
 """The control groups of this process, in which the kernel counts and limits what it uses."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,7 @@ def cgroup_folders(controller: str, proc: Path) -> Iterator[tuple[int, Path]]:
 
     """
     try:
-        memberships = (proc / "self/cgroup").read_text().splitlines()
-        mounts = (proc / "self/mountinfo").read_text().splitlines()
+        memberships, mounts = (os.fsdecode((proc / "self" / it).read_bytes()).splitlines() for it in ("cgroup", "mountinfo"))
     except OSError:
         return
     for membership in memberships:  # https://man7.org/linux/man-pages/man7/cgroups.7.html

@@ -120,7 +120,8 @@ def find_danger() -> str | None:
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208 - names alone
         return f"{num_threads} threads"
     opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if int(entry.name) > 2 and os.path.lexists(entry)]  # noqa: PTH115, PLR2004 - names alone; 2 is stderr
-    mapped = [line.partition("/")[1] + line.partition("/")[2] for line in Path("/proc/self/maps").read_text().splitlines()]
+    lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
+    mapped = [line.partition("/")[1] + line.partition("/")[2] for line in lines]
     devices = sorted({path for path in (*opened, *mapped) if is_device(path)})
     return f"{', '.join(devices)} is open" if devices else None
 

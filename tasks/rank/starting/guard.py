@@ -208,7 +208,7 @@ def _tell_of(refused: set[int]) -> None:
     names = []
     for pid in sorted(refused):
         with contextlib.suppress(OSError):
-            names.append(f"{Path('/proc', str(pid), 'comm').read_text().strip()} ({pid})")
+            names.append(f"{Path('/proc', str(pid), 'comm').read_text('utf-8', 'replace').strip()} ({pid})")
     with contextlib.suppress(OSError):  # nobody reads the output
         os.write(1, f"WARNING: the rank's {', '.join(names)} goes on: it is another user's\n".encode())
 
@@ -230,8 +230,9 @@ def _descendants() -> dict[int, str]:
     known = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            state, parent, *_ = entry.read_text().rpartition(")")[2].split()
-            known[int(entry.parent.name)] = (state, int(parent))
+            # Bytes: any process of the machine may have a name that is no text here.
+            state, parent, *_ = entry.read_bytes().rpartition(b")")[2].split()
+            known[int(entry.parent.name)] = (state.decode(), int(parent))
     found = [os.getpid()]
     for pid in found:
         found.extend(child for child, (_, parent) in known.items() if parent == pid)

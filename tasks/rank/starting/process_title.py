@@ -11,7 +11,7 @@ def set_process_title(title: str) -> None:
     the arguments is none (https://github.com/torvalds/linux/blob/v6.6/fs/proc/base.c, get_mm_cmdline).
     """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), after the name in parentheses

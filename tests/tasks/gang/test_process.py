@@ -128,6 +128,22 @@ def test_what_a_process_leaves_behind_ends_with_it():
     assert not psutil.pid_exists(int(lines[0]))
 
 
+def test_a_process_whose_name_is_no_text_is_in_the_way_of_no_guard():
+    """The kernel cuts a name in the middle of a character; any process of the machine may have such a one."""
+    child = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'caf\\xc3', 0, 0, 0); print('named', flush=True); time.sleep(600)"
+    )
+    program = (
+        f"import subprocess, sys\nchild = {child!r}\n"
+        "left = subprocess.Popen([sys.executable, '-c', child], start_new_session=True, stdout=subprocess.PIPE)\n"
+        "print(left.stdout.readline().decode().strip(), left.pid)"
+    )
+    (line,), ending = run(program)
+    named, pid = line.split()
+    assert (named, ending.returncode) == ("named", 0)
+    assert not psutil.pid_exists(int(pid))
+
+
 def test_the_shared_memory_of_a_process_that_is_killed_is_removed_behind_it():
     """By Python's own process for that, which is a descendant, too."""
     program = (

@@ -1,9 +1,11 @@
+import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt.runs.attempts.owner import Owner, _start_ticks
@@ -23,6 +25,16 @@ def test_this_process_is_alive_and_an_ended_one_is_dead():
         owner = replace(Owner.current(), pid=child.pid, started=0)
         assert owner.is_process_gone() is True  # a reused pid is another process
     assert replace(Owner.current(), pid=child.pid).is_process_gone() is True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_a_process_whose_name_is_cut_within_a_character_is_alive():
+    libc, name = ctypes.CDLL(None), Path("/proc/self/comm").read_bytes().strip()
+    libc.prctl(15, b"entra\xc3", 0, 0, 0)  # PR_SET_NAME
+    try:
+        assert Owner.current().is_process_gone() is False
+    finally:
+        libc.prctl(15, name, 0, 0, 0)
 
 
 def test_a_dead_process_that_nobody_has_waited_for_is_gone():
