@@ -4,7 +4,9 @@ Its last argument is the number of the pipe for the RankResult; it reads a pickl
 prefect.
 """
 
+import codecs
 import faulthandler
+import io
 import logging
 import os
 import pickle
@@ -49,6 +51,7 @@ def main() -> None:
     os.set_inheritable(result_fd, False)
     spec: RankSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     sys.argv = [spec.function.name]
+    _write_utf8()
     with ExitStack() as held:
         result = _run(spec, held)
         flush_output()
@@ -59,6 +62,18 @@ def main() -> None:
             flush_output()
     # Not sys.exit: after a failure, a collective or a thread of the user may hang; what is native may do so at any end.
     os._exit(0 if result.kind is None else 1)
+
+
+def _write_utf8() -> None:
+    """Let any text be printed, whatever the locale of this machine: the other end of the pipe reads UTF-8.
+
+    By a stream of its own: that of a fork server was made for another file, whose position it would ask for.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            raw = open(stream.fileno(), "wb", 0, closefd=False)  # noqa: SIM115 - a descriptor, which stays open
+            setattr(sys, name, io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True))
 
 
 class _FinalError(Exception):

@@ -1,9 +1,13 @@
 import io
+import os
+import sys
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.tasks.gang.processes.output import OutputLines
+from prefect_torch.tasks.rank.main import _write_utf8
 from tqdm import tqdm
 
 
@@ -114,3 +118,24 @@ def test_bars_below_each_other_leave_few_lines_and_hide_none(leave):
 
 def test_a_cursor_movement_of_any_length_is_one():
     assert lines_of(b"\x1b[" + b"1" * 5000 + b"Aabove\r\nbelow\n") == ["above", "below"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+def test_a_rank_prints_any_text_in_any_locale(monkeypatch, tmp_path, encoding):
+    """Also where the stream was made for a file and is a pipe now, as in a forked rank."""
+    reads, writes = os.pipe()
+    with ExitStack() as opened:
+        for name in ("stdout", "stderr"):
+            raw = opened.enter_context((tmp_path / name).open("wb", 0))
+            stream = io.TextIOWrapper(raw, encoding, write_through=True)
+            for known_as in (name, f"__{name}__"):
+                monkeypatch.setattr(sys, known_as, stream)
+            os.dup2(writes, raw.fileno())
+        os.close(writes)
+        _write_utf8()
+        print("é 世界")
+        print("ü", file=sys.stderr)
+        if encoding != "utf-8":
+            print("\udcff")
+    assert os.read(reads, 100).decode() == "é 世界\nü\n" + ("\\udcff\n" if encoding != "utf-8" else "")
+    os.close(reads)
