@@ -16,6 +16,7 @@ from prefect_torch.ckpt.reporting.exchange.exits import has_failure
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
+from prefect_torch.tasks.gang.machine.partition import Partition
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import cause_first
@@ -80,6 +81,7 @@ class Gang:
     ) -> None:
         self.is_cut_short = False
         self._machines = machines
+        self._partition = Partition(machines)
         self._regrowth = regrowth
         self._is_regrowing = False
         self._stop = StopOrder()
@@ -237,7 +239,7 @@ class Gang:
         if time.monotonic() >= self._heartbeats_due_s:
             self._heartbeats_due_s = time.monotonic() + RANK_HEARTBEAT_S
             self._watch.record_heartbeats({rank: key_value.add(heartbeat_key(rank), 0) for rank in running})
-        return self._watch.problem(running)
+        return self._watch.problem(running) or self._partition.problem()
 
     def _has_failed(self, key_value: KeyValue) -> bool:
         if has_failure(key_value):

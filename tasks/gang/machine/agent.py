@@ -29,6 +29,7 @@ from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 
 from .interface import interface_of
 from .link import LINK_HEARTBEAT_S, Link, LinkError, greet_leader
+from .neighbours import Neighbours
 from .versions import versions
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Agent:
     def __init__(self, link: Link, address: str) -> None:
         self._link = link
         self._interface = interface_of(address)
+        self._neighbours = Neighbours(address, self._tell_of_unreached)
         self._ranks: dict[int, _Rank] = {}
         self._gpus: GpuAllocation | None = None
         self._terminated = threading.Event()
@@ -132,7 +134,8 @@ class Agent:
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection tells when the leader is gone
-        self._link.send({"type": "hello", **machine})  # only now: from here on the end of this machine is told, not a loss
+        hello = {"type": "hello", **machine, "port": self._neighbours.port}
+        self._link.send(hello)  # only now: from here on the end of this machine is told, not a loss
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         returncode = 0
         try:
@@ -141,13 +144,8 @@ class Agent:
                 if header["type"] == "refused":
                     print(header["reason"], file=sys.stderr)  # noqa: T201 - a program
                     returncode = 1
-                elif header["type"] == "prepare":
-                    with suppress(OSError):  # a rank that cannot be started for it says so
-                        self._fork_server(header, self._environment(header))
-                elif header["type"] == "start":
-                    self._start(header, body)
                 else:
-                    self._order(header["rank"], header["type"])
+                    self._obey(header, body)
         except LinkError:  # the leader has closed the connection, or is silent
             pass
         self._has_ended.set()
@@ -156,6 +154,21 @@ class Agent:
         for rank in self._ranks.values():
             rank.thread.join(_END_S)
         return returncode
+
+    def _obey(self, header: Mapping[str, Any], body: bytes) -> None:
+        if header["type"] == "prepare":
+            with suppress(OSError):  # a rank that cannot be started for it says so
+                self._fork_server(header, self._environment(header))
+        elif header["type"] == "start":
+            self._start(header, body)
+        elif header["type"] == "watch":
+            self._neighbours.watch(header["machines"])
+        else:
+            self._order(header["rank"], header["type"])
+
+    def _tell_of_unreached(self, machines: list[str]) -> None:
+        with suppress(LinkError):  # the leader is gone: the agent ends
+            self._link.send({"type": "unreached", "machines": machines})
 
     def _order(self, rank: int, order: str) -> None:
         if rank in self._ranks:  # else it could not be started

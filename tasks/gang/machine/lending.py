@@ -11,6 +11,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 from .gathering import gather
 from .machine import RemoteMachine
+from .partition import parted_from_others, watch_each_other
 from .regrowth import Regrowth
 
 _AVOID_S = 300.0
@@ -139,8 +140,9 @@ class Machines:
         return is_whole and self._num_faults < _MOST_FAULTS
 
     def _record_losses(self, lease: Lease) -> bool:
-        """Have the machines that are lost, or are going to be, avoided from now on, and return whether there is one."""
-        lost = [machine.name for machine in lease.machines if machine.lost or machine.is_terminated]
+        """Have the machines that are lost, to the others or soon, avoided from now on, and return whether there is one."""
+        lost = {machine.name for machine in lease.machines if machine.lost or machine.is_terminated}
+        lost |= parted_from_others([machine for machine in lease.machines if machine.name not in lost])
         self._lost.update(dict.fromkeys(lost, time.monotonic()))
         return bool(lost)
 
@@ -177,6 +179,7 @@ class Machines:
         used = sum(number > 0 for number in num_ranks)
         for machine in machines[used:]:
             machine.release()
+        watch_each_other(machines[:used])
         return Lease(gathering.host, machines[:used], tuple(num_ranks[:used]))
 
 

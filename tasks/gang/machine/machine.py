@@ -35,7 +35,9 @@ class RemoteMachine:
     Attributes:
         name: Its name.
         address: Its address, by which the leader and the other machines reach it.
+        port: A port at which its agent lets the other machines connect; None if there is none.
         slots: For how many ranks it has room.
+        unreached: The names of other machines that it no longer reaches.
         lost: Why it is lost; None while it is not.
         is_terminated: Whether its agent was sent SIGTERM: the machine is going to be taken away.
 
@@ -46,7 +48,9 @@ class RemoteMachine:
     ) -> None:
         self.name = str(hello["name"])
         self.address = str(hello["address"])
+        self.port: int | None = hello.get("port")  # agents of other versions, which are refused, have none
         self.slots = int(hello["slots"])
+        self.unreached: frozenset[str] = frozenset()
         self.lost: str | None = None
         self.is_terminated = False
         self._link = link
@@ -64,6 +68,11 @@ class RemoteMachine:
 
         """
         self._send({"type": "prepare", **self._orders(self._environment, min(most_ranks, self.slots))})
+
+    def watch(self, others: "Sequence[RemoteMachine]") -> None:
+        """Have the agent look from now on whether its machine reaches `others`, and tell when it no longer does."""
+        machines = [(other.name, other.address, other.port) for other in others if other.port is not None]
+        self._send({"type": "watch", "machines": machines})
 
     def start(self, spec: RankSpec) -> RemoteRank:
         """Start a rank; if the machine is lost, the rank is lost as well."""
@@ -159,6 +168,8 @@ class RemoteMachine:
                 message, body = self._link.receive()
                 if message["type"] == "terminated":
                     self.is_terminated = True
+                elif message["type"] == "unreached":
+                    self.unreached = frozenset(message["machines"])
                 else:
                     self._ranks[message["rank"]].record(message, body)
         except LinkError as exc:

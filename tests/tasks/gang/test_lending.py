@@ -84,3 +84,13 @@ def test_a_machine_tells_of_its_end_from_the_moment_on_at_which_it_is_known(tmp_
     with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines, machines.lend(lambda: None) as lease:
         wait_until(lambda: lease.machines[0].is_terminated, "the agent tells", 30)
         assert lease.machines[0].lost is None
+
+
+def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
+    with closing(Machines(Hosts(["a", "b", "c"], **HERE), 2, 2, use_gpu=False)) as machines:
+        with suppress(RankFailedError), machines.lend(lambda: None) as lease:
+            first, second = lease.machines
+            first.unreached = frozenset({second.name})
+            raise RankFailedError("they lost each other", None, "infrastructure")
+        with machines.lend(lambda: None) as lease:
+            assert second.name not in lease.names
