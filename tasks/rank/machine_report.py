@@ -9,7 +9,9 @@ import shutil
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt import StorageSpec
@@ -21,6 +23,7 @@ from .spec import RankResult
 
 CLOCK = "prefect-torch clock"
 _CONNECT_S = 10.0
+_MOST_AT_ONCE = 64
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - this very directory
 
 
@@ -32,12 +35,14 @@ class InspectionOrder:
         leader: Where the leader listens, as it would for the store of the ranks.
         storage: The storage of trainings; None for none.
         key: The key of an object that the leader has stored there.
+        machines: Where the other machines listen, by their names.
 
     """
 
     leader: Address
     storage: StorageSpec | None
     key: str
+    machines: Mapping[str, Address] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -45,7 +50,8 @@ def main() -> None:
     print(f"{CLOCK} {time.time()!r}", flush=True)  # noqa: T201 - the leader reads it as it comes
     result_fd = int(sys.argv[-1])
     order: InspectionOrder = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the agent, which has it from the leader
-    report = {**_devices(), "shared_memory": _shared_memory(), "leader": _reach(order.leader), "storage": _look(order)}
+    reached = {"leader": _reach(order.leader), "machines": _unreached(order.machines)}
+    report = {**_devices(), "shared_memory": _shared_memory(), **reached, "storage": _look(order)}
     with os.fdopen(result_fd, "wb") as pipe:
         pipe.write(encode_result(RankResult(return_value=pickle.dumps(report))))
     os._exit(0)
@@ -70,13 +76,20 @@ def _shared_memory() -> int | None:
     return shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None  # noqa: PTH112 - a constant
 
 
-def _reach(leader: Address) -> str | None:
-    """Return why the leader is out of reach; None if it is not."""
+def _reach(address: Address) -> str | None:
+    """Return why an address is out of reach; None if it is not."""
     try:
-        socket.create_connection((leader.host, leader.port), _CONNECT_S).close()
+        socket.create_connection((address.host, address.port), _CONNECT_S).close()
     except OSError as exc:
-        return f"{leader.host}:{leader.port}: {exc}"
+        return f"{address.host}:{address.port}: {exc}"
     return None
+
+
+def _unreached(machines: Mapping[str, Address]) -> dict[str, str]:
+    """Return why machines are out of reach, by the names of those that are."""
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+        reasons = dict(zip(machines, threads.map(_reach, machines.values()), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _look(order: InspectionOrder) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_some
 
 from .findings import Finding, Status
 from .machine_checks import DOCKERS_SHM_BYTES
@@ -29,9 +29,14 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
     from prefect_torch.ckpt.storage.opening import parse_storage  # noqa: PLC0415 - for clusters only
     from prefect_torch.tasks.gang.machine.inspection import inspect_machines  # noqa: PLC0415 - for clusters only
     from prefect_torch.tasks.gang.machine.versions import versions  # noqa: PLC0415 - for clusters only
+    from pydantic import ValidationError  # noqa: PLC0415 - for clusters only
 
     try:
         cluster = _cluster(named)
+    except ValidationError as exc:
+        said = [f"{'.'.join(map(str, it['loc']))}: {it['msg'].removeprefix('Value error, ')}" for it in exc.errors()]
+        yield Finding("cluster", "wrong", "; ".join(said), f"see prefect_torch.flows.{exc.title} for its fields")
+        return
     except (OSError, ValueError) as exc:
         yield Finding("cluster", "wrong", str(exc), "give torch-cluster/NAME, JSON, or a file with JSON")
         return
@@ -45,7 +50,7 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
         yield Finding("cluster", "wrong", "it lent no machine", "see whether it has room, and the leader's address")
     shared = ", ".join(f"{name} {version}" for name, version in versions().items())
     for machine in found:
-        yield _finding(machine, shared, storage)
+        yield _finding(machine, shared, storage, num_others=sum(it.problem is None for it in found) - 1)
 
 
 def _cluster(named: str) -> "Cluster":
@@ -54,7 +59,7 @@ def _cluster(named: str) -> "Cluster":
 
     if named.startswith("torch-cluster/"):
         return load_cluster(named)
-    text = named if named.lstrip().startswith("{") else Path(named).read_text()
+    text = named if named.lstrip().startswith("{") else Path(named).read_text("utf-8")
     described = json.loads(text)
     if not isinstance(described, dict):
         raise ValueError(f"{text.strip()} is no JSON object")  # noqa: TRY004 - as other JSON that describes no cluster
@@ -62,7 +67,7 @@ def _cluster(named: str) -> "Cluster":
     return cluster
 
 
-def _finding(machine: "InspectedMachine", versions: str, storage: str | None) -> Finding:
+def _finding(machine: "InspectedMachine", versions: str, storage: str | None, *, num_others: int) -> Finding:
     name = f"machine {machine.name}"
     if machine.problem is not None:
         return Finding(name, "wrong", machine.problem, "start its agent by hand to see more")
@@ -76,6 +81,7 @@ def _finding(machine: "InspectedMachine", versions: str, storage: str | None) ->
         f"clock {machine.clock_ahead_s:+.2f} s",
         *([] if storage is None or report["storage"] else ["sees the storage"]),
         *([] if report["leader"] else ["reaches this machine"]),
+        *([] if report["machines"] or not num_others else ["reaches the other machines"]),
     ]
     problems = list(_problems(machine))
     status: Status = "ok"
@@ -92,6 +98,13 @@ def _problems(machine: "InspectedMachine") -> Iterator[tuple[Status, str, str]]:
             "wrong",
             f"does not reach this machine at {report['leader']}",
             "open its ports to the machines, or give leader_address",
+        )
+    if report["machines"]:
+        unreached = show_some([f"{name} at {reason}" for name, reason in report["machines"].items()])
+        yield (
+            "wrong",
+            f"does not reach machine {unreached}",
+            "let the machines connect to each other on any port (a firewall, a security group, a wrong interface)",
         )
     if report["storage"]:
         yield "wrong", f"does not see the storage: {report['storage']}", "mount it there under the same path, or give a URL"

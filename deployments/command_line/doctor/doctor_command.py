@@ -43,8 +43,8 @@ def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json:
 
     With STORAGE, also write, read, list and delete small objects there. With --cluster, agents are started as by a training,
     and each machine says which versions and GPUs it has, how much shared memory is free, whether it reaches this machine and
-    sees the same STORAGE, and what its clock shows. The status of each check is ok, warning (some trainings are affected) or
-    wrong (trainings fail), with advice; exits with 1 if something is wrong.
+    the others and sees the same STORAGE, and what its clock shows. The status of each check is ok, warning (some trainings
+    are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
 
     \b
     --json: a list of

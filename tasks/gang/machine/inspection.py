@@ -32,7 +32,8 @@ class InspectedMachine:
         problem: Why it could not be looked at; None if it could.
         slots: For how many ranks it has room.
         clock_ahead_s: By how much its clock is ahead of the leader's, up to some hundredths of a second.
-        report: Its own report: `gpus`, `nccl`, `shared_memory`, and why `leader` and `storage` are out of reach, if they are.
+        report: Its own report: `gpus`, `nccl`, `shared_memory`, and why `leader`, `storage` and other `machines` are out of
+            reach, if they are.
 
     """
 
@@ -59,9 +60,10 @@ def inspect_machines(cluster: Cluster, num_ranks: int, storage: StorageSpec | No
     wanted = MachineRequest(1, num_ranks, use_gpu=False, avoid=frozenset())
     with _written(storage) as key, gather(cluster, wanted) as gathering, _listening(gathering.host) as leader:
         machines = gathering.wait(lambda: None, everyone=True)
-        order = InspectionOrder(leader, storage, key)
+        ports = {machine.name: Address(machine.address, machine.port) for machine in machines if machine.port is not None}
+        orders = [InspectionOrder(leader, storage, key, _without(ports, machine.name)) for machine in machines]
         with ThreadPoolExecutor(max(1, len(machines)), "inspection") as threads:
-            found = list(threads.map(lambda machine: _inspect(machine, order), machines))
+            found = list(threads.map(_inspect, machines, orders))
         missing = [InspectedMachine(name, reason) for name, reason in gathering.reasons().items()]
     known = {machine.name for machine in found}
     return [*found, *(machine for machine in missing if machine.name not in known)]
@@ -79,6 +81,10 @@ def _written(storage: StorageSpec | None) -> Iterator[str]:
         yield key
     finally:
         opened.delete([key])
+
+
+def _without(ports: Mapping[str, Address], own: str) -> dict[str, Address]:
+    return {name: address for name, address in ports.items() if name != own}
 
 
 @contextmanager

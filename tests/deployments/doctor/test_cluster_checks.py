@@ -6,11 +6,14 @@ import sys
 
 import pytest
 from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding, check_cluster
+from prefect_torch.flows import Hosts
 from prefect_torch.tasks.gang.engines import client_process
+from prefect_torch.tasks.gang.machine import inspection
 from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
+from prefect_torch.tasks.rank import machine_report
 
 RAY = '{"kind": "ray", "leader_address": "127.0.0.1"}'
-GOOD = {"gpus": [], "nccl": None, "shared_memory": 2**30, "leader": None, "storage": None}
+GOOD = {"gpus": [], "nccl": None, "shared_memory": 2**30, "leader": None, "machines": {}, "storage": None}
 
 
 def test_each_machine_says_what_it_has_and_one_of_another_version_is_named(command, tmp_path):
@@ -50,6 +53,8 @@ def test_each_machine_says_what_it_has_and_one_of_another_version_is_named(comma
     ("change", "clock_s", "status", "text"),
     [
         ({"leader": "10.0.0.1:1: refused"}, 0.0, "wrong", "does not reach this machine at 10.0.0.1:1: refused"),
+        ({"machines": {"b": "10.0.0.2:9: timed out"}}, 0.0, "wrong", "does not reach machine b at 10.0.0.2:9: timed out"),
+        ({}, 0.0, "ok", "reaches this machine; reaches the other machines"),
         ({"storage": "/store is another storage here"}, 0.0, "wrong", "does not see the storage: /store is another"),
         ({"shared_memory": 1000}, 0.0, "warning", "little shared memory"),
         ({"shared_memory": None}, 0.0, "warning", "no /dev/shm"),
@@ -58,10 +63,40 @@ def test_each_machine_says_what_it_has_and_one_of_another_version_is_named(comma
     ],
 )
 def test_what_is_wrong_with_a_machine_is_said_with_advice(change, clock_s, status, text):
-    finding = _finding(InspectedMachine("a", None, 8, clock_s, {**GOOD, **change}), "python 3.11", "/store")
+    finding = _finding(InspectedMachine("a", None, 8, clock_s, {**GOOD, **change}), "python 3.11", "/store", num_others=1)
     assert (finding.check, finding.status) == ("machine a", status)
     assert text in finding.found
     assert bool(finding.advice) == (status != "ok")
+
+
+def test_each_machine_connects_to_the_agents_of_the_others(monkeypatch):
+    def look(machine, order):
+        return InspectedMachine(
+            machine.name, report={"asked": order.machines, "found": machine_report._unreached(order.machines)}
+        )
+
+    monkeypatch.setattr(inspection, "_inspect", look)
+    cluster = Hosts(["a", "b"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    first, second = inspection.inspect_machines(cluster, 2, None)
+    assert [(it.name, set(it.report["asked"]), it.report["found"]) for it in (first, second)] == [
+        ("a", {"b"}, {}),
+        ("b", {"a"}, {}),
+    ]
+    gone = first.report["asked"]
+    assert machine_report._unreached(gone) == {"b": f"127.0.0.1:{gone['b'].port}: [Errno 111] Connection refused"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"hosts": 1}', "hosts: Input should be a valid list"),
+        ('{"hosts": ["a", "a"]}', "hosts: hosts has 'a' twice: name a machine once, and give ranks_per_host"),
+        ("{}", "hosts: Field required"),
+    ],
+)
+def test_a_cluster_with_wrong_fields_is_told_in_a_line(text, said):
+    (found,) = check_cluster(text, 1, None)
+    assert (found.status, found.found, found.advice) == ("wrong", said, "see prefect_torch.flows.Hosts for its fields")
 
 
 def test_a_cluster_whose_client_is_missing_is_wrong(monkeypatch):
