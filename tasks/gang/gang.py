@@ -211,6 +211,8 @@ class Gang:
         get_run_logger().warning("%s: ranks have %.0f s for a last checkpoint", message, termination.grace_left_s)
         key_value.set(TERMINATION_KEY, b"")
         _wait_until(lambda: self._advance(recorder) or termination.is_requested, termination.grace_left_s)
+        if termination.is_requested:  # as at Slurm's time limit, which ends agents and flow at the same time
+            self._drain(key_value, recorder, termination)
         termination.raise_if_requested()
         return RankFailedError(message, None, "preemption")
 

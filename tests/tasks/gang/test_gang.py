@@ -2,15 +2,19 @@
 
 import logging
 import socket
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 from prefect import tags
 from prefect.context import TagsContext
+from prefect.exceptions import TerminationSignal
 from prefect.states import Completed
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.gang import gang
 from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.gang.starting import start_gang
+from prefect_torch.tasks.gang.termination import TerminatedError, Termination
 from prefect_torch.tasks.rank.errors import RankFailedError
 from rank_specs import rank_spec
 
@@ -99,3 +103,20 @@ def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supe
     monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheSecondWarning()])
     ranks.stop("over")
     assert caplog.text.count("rank 0 was killed and has not exited yet") == 2
+
+
+def test_ranks_keep_their_grace_when_the_flow_is_terminated_while_they_leave_a_machine(supervisor):
+    """As at the time limit of a Slurm job, where agents and flow get SIGTERM at the same time."""
+    termination = Termination(20.0)
+
+    class Store(MemoryKeyValue):
+        def set(self, key, value):
+            if termination.is_requested:
+                supervisor.done[0](None)  # the rank ends with its last checkpoint
+            termination.request(TerminationSignal(15))
+
+    ranks = Gang([None], None)
+    ranks._machines = [SimpleNamespace(name="a", is_terminated=True)]
+    with pytest.raises(TerminatedError):
+        ranks.run(Store(), None, termination)
+    assert ranks._all_finished()
