@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 LINK_HEARTBEAT_S = 1.0  # between two heartbeats, both ways
@@ -24,6 +25,9 @@ _LONGEST_HEADER = 1 << 26
 _LONGEST_BODY = 1 << 32
 _CHUNK = 1 << 20
 _HEARTBEAT = {"type": "heartbeat"}
+# Of linux/tcp.h, since 6.15. Else packets that were lost are sent again after 6 and then after 13 seconds: a network that is
+# back after 7 counts as gone for 13.
+_TCP_RTO_MAX_MS, _SEND_AGAIN_MS = 44, 1000
 
 
 class LinkError(ConnectionError):
@@ -194,6 +198,8 @@ def _set_options(connection: socket.socket, give_up_s: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a send into a cut link blocks for a quarter of an hour
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))
+        with suppress(OSError):  # an older kernel
+            connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _SEND_AGAIN_MS)
 
 
 def _code(key: bytes, number: int, lengths: bytes, header: bytes, body: bytes) -> bytes:

@@ -65,6 +65,16 @@ def test_messages_arrive_in_order_with_their_bytes_and_heartbeats_are_not_seen(g
     assert leader.receive() == ({"answer": "ü"}, b"")
 
 
+def test_what_was_lost_is_sent_again_each_second(greet):
+    """A network that is away for eight seconds is back before the machine counts as lost."""
+    for end in greet():
+        try:
+            longest_ms = end._connection.getsockopt(socket.IPPROTO_TCP, 44)
+        except OSError:
+            pytest.skip("of Linux 6.15 and newer")
+        assert longest_ms == 1000
+
+
 def test_without_the_key_there_is_no_link_on_either_end(greet):
     leader, agent = greet(agent_key="guessed")
     assert isinstance(leader, LinkError)
