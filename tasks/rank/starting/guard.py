@@ -28,6 +28,7 @@ _PENDING_S, _LOOK_S = 1.0, 0.001
 _CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker", b"srun\0")
 _CLEAN_UP_S = 1.0
 _NEVER_S = float("inf")
+_SLURM_STEP = "SLURM_STEP_ID"
 
 
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
@@ -69,13 +70,19 @@ def outlast_sigterm() -> None:
 
     systemd sends it to all processes of a unit at once, also to ranks that have the grace of the flow for a last checkpoint.
     By a handler in C, since one of Python would have to wait for native code, and SIG_IGN would be inherited by every program.
+
+    In a step of Slurm, it outlasts those that follow, too: at a time limit, Slurm sends two, some hundredths of a second apart.
+    There, the first one itself makes the process ignore the others, and what it starts from then on.
     """
     if sys.platform != "linux":
         return
     import ctypes  # noqa: PLC0415 - no guard needs it for this
 
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "sysv_signal"):  # of glibc: the handler is used once, and then the default is restored
+    if _SLURM_STEP in os.environ and hasattr(libc, "sigignore"):
+        libc.signal(signal.SIGTERM, ctypes.cast(libc.sigignore, ctypes.c_void_p))
+        os.register_at_fork(after_in_child=_end_by_sigterm)
+    elif hasattr(libc, "sysv_signal"):  # of glibc: the handler is used once, and then the default is restored
         libc.sysv_signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))  # which does nothing
         signal.siginterrupt(signal.SIGTERM, False)
         os.register_at_fork(after_in_child=_end_by_sigterm)
@@ -117,16 +124,20 @@ class _Child:
                 os.kill(self._pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM, and another one if the process had a handler for the first alone (`outlast_sigterm`)."""
+        """Send SIGTERM, and another one if the process had a handler for the first alone; SIGKILL if it ignores them since.
+
+        Both as `outlast_sigterm` has it.
+        """
         self.send_signal(signal.SIGTERM)
         until_s = time.monotonic() + _PENDING_S
-        is_pending, is_caught = True, True  # looked at right away, since a handler of the function may take itself away later
+        # Looked at right away, since a handler of the function may take itself away later.
+        is_pending, is_caught, is_ignored = True, True, False
         while is_pending and time.monotonic() < until_s:
-            is_pending, is_caught = _sigterm_of(self._pid)
+            is_pending, is_caught, is_ignored = _sigterm_of(self._pid)
             if is_pending:
                 time.sleep(_LOOK_S)
         if not is_caught:
-            self.send_signal(signal.SIGTERM)
+            self.send_signal(signal.SIGKILL if is_ignored and _SLURM_STEP in os.environ else signal.SIGTERM)
 
     def wait(self) -> int:
         """Return its exit code once it has exited; negative for the signal that killed it.
@@ -145,9 +156,9 @@ class _Child:
             return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
-def _sigterm_of(pid: int) -> tuple[bool, bool]:
-    """Return whether a process has yet to handle a SIGTERM, and whether it has a handler; the latter where that is unknown."""
-    masks = {b"ShdPnd": 0, b"SigCgt": ~0}
+def _sigterm_of(pid: int) -> tuple[bool, bool, bool]:
+    """Return whether a process has yet to handle a SIGTERM, has a handler (also where that is unknown), and ignores it."""
+    masks = {b"ShdPnd": 0, b"SigCgt": ~0, b"SigIgn": 0}
     try:
         with open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123 - without the import of pathlib
             for line in status:
@@ -157,7 +168,7 @@ def _sigterm_of(pid: int) -> tuple[bool, bool]:
     except OSError:
         pass
     bit = 1 << (signal.SIGTERM - 1)
-    return bool(masks[b"ShdPnd"] & bit), bool(masks[b"SigCgt"] & bit)
+    return bool(masks[b"ShdPnd"] & bit), bool(masks[b"SigCgt"] & bit), bool(masks[b"SigIgn"] & bit)
 
 
 def _kill_descendants() -> None:

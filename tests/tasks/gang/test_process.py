@@ -83,8 +83,21 @@ def test_a_rank_outlasts_the_sigterm_that_all_processes_of_its_unit_get_and_ends
     assert (lines, ending.returncode) == (["0"], -signal.SIGTERM)
 
 
-def test_what_a_rank_starts_ends_by_the_first_sigterm():
+def test_a_rank_of_a_slurm_step_outlasts_both_sigterms_of_a_time_limit_and_is_still_terminated_at_once(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    program = "for number in range(2):\n    os.kill(os.getpid(), signal.SIGTERM)\nprint('up', flush=True)\ntime.sleep(600)"
+    process = RankProcess([sys.executable, "-c", OUTLASTING + program], dict(os.environ), b"")
+    for lines in process.lines(0.05):
+        if lines:
+            process.terminate()
+    assert process.reap().returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("step", [None, "0"])
+def test_what_a_rank_starts_ends_by_the_first_sigterm(monkeypatch, step):
     """As `Process.terminate` and `Popen.terminate` expect."""
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_ID", step)
     program = (
         "ready, write = os.pipe()\nif (child := os.fork()) == 0:\n    os.write(write, b'.')\n    time.sleep(600)\n"
         "os.read(ready, 1)\nos.kill(child, signal.SIGTERM)\nprint(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
