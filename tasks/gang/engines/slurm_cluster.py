@@ -61,7 +61,8 @@ class SlurmCluster(Cluster):
         nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, int(in_job))
         program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
         name = None if in_job is not None else self._job_name()
-        agents.run(shlex.join([*self._srun(nodes, wanted, name), *program]), ["Slurm"])
+        command = shlex.join([*self._srun(nodes, wanted, name), *program])
+        agents.run(command if name is None else _watched(command, name, os.getpid()), ["Slurm"])
         try:
             yield
         finally:
@@ -90,6 +91,19 @@ class SlurmCluster(Cluster):
             *self.srun_arguments,
             *([] if name is None else [f"{_JOB_NAME}{name}"]),
         ]
+
+
+def _watched(command: str, name: str, leader: int) -> str:
+    """Return `command` beside what cancels its allocation when the leader was killed; it ends with the command otherwise.
+
+    srun gives the allocation back only once all agents have ended, and that of a machine that is lost never does. The guard of
+    the command kills tail(1) first, and leaves scancel a moment. A process that nobody has waited for is still in /proc.
+    """
+    watch = (
+        f"tail --pid={leader} -f /dev/null; "
+        f"grep -q '^State:.[^ZX]' /proc/{leader}/status || scancel {shlex.quote(f'--name={name}')}"
+    )
+    return f"{shlex.join(['sh', '-c', watch])} </dev/null >/dev/null 2>&1 & exec {command}"
 
 
 def _end_allocation(name: str) -> None:

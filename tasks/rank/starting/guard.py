@@ -24,8 +24,8 @@ _ZOMBIE = "Z"
 _PAUSE_S = 0.01
 _PENDING_S, _LOOK_S = 1.0, 0.001
 # Helpers of torch and of Python that remove the shared memory of processes that are gone; each ends once all of these are. And
-# Slurm's srun, which gives its allocation back when the agents have ended, as they do without their leader.
-_CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker", b"srun\0")
+# Slurm's srun, which gives its allocation back when the agents have ended, as they do without their leader, and scancel.
+_CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker", b"srun\0", b"scancel")
 _CLEAN_UP_S = 1.0
 _NEVER_S = float("inf")
 _SLURM_STEP = "SLURM_STEP_ID"

@@ -3,6 +3,7 @@
 import errno
 import io
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -196,6 +197,25 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     with gather(cluster, request):
         pass
     assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkeypatch, is_killed):
+    """Its srun waits for the agent of a machine that was lost as well; the leader's parent has not waited for it yet."""
+    for name, lines in {"srun": ": > started; exec sleep 600", "scancel": "sleep 0.2; echo $* > cancelled"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with subprocess.Popen(["sleep", "600"]) as leader:
+        launcher = AgentLauncher(slurm_cluster._watched("srun --nodes=2", "own", leader.pid), "key", lambda _: None)
+        wait_until((tmp_path / "started").exists, "srun is started")
+        if is_killed:
+            leader.kill()
+        launcher.end(0)
+        leader.kill()
+    assert (tmp_path / "cancelled").exists() == is_killed
+    if is_killed:
+        assert (tmp_path / "cancelled").read_text() == "--name=own\n"
 
 
 def test_an_srun_has_the_time_to_give_its_allocation_back_when_it_is_killed(tmp_path):
