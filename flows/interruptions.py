@@ -1,16 +1,19 @@
 """Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, goes on later."""
 
+import atexit
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateName,
     FlowRunFilterStateType,
@@ -21,10 +24,11 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
-from prefect.states import Scheduled
+from prefect.exceptions import ObjectNotFound, Pause, PrefectException, TerminationSignal
+from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
-from prefect_torch.tasks.gang.termination import Interruption, Termination
+from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 
 from .monitoring.messages import current_flow_run
 
@@ -55,7 +59,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
     """Let the flow run of the body be suspended, and give way if that is wanted; costs a request every five seconds.
 
     A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. The latter
-    leaves when the flow run above it is suspended.
+    leaves when the flow run above it is suspended. Each ends when it, or one above it, is cancelled: see `cancellable`.
 
     Args:
         termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
@@ -67,32 +71,108 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
     """
     this = current_flow_run()
     can_begin_again = this.deployment_id is not None and this.parent_task_run_id is None
-    has_ended = threading.Event()
+    cancellation = _Cancellation(this)
     with spared_from_suspension() as suspended:
 
-        def find() -> TerminationSignal | None:
+        def find() -> BaseException | None:
             if not can_begin_again:
-                return None if suspended() is None else Interruption(SUSPENDED)
+                return cancellation.find() if suspended() is None else Interruption(SUSPENDED)
             with get_client(sync_client=True) as client:
                 return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
 
-        watch = threading.Thread(
-            target=copy_context().run, args=(_watch, find, termination, has_ended), name="interruptions", daemon=True
-        )
-        watch.start()
         try:
-            yield
+            with cancellation.is_recorded(termination), _watched(find, termination):
+                yield
         except Interruption as exc:
             if not can_begin_again:
                 raise Pause(state=suspended()) from None
             with get_client(sync_client=True) as client:
                 state = _leave(client, this, exc)
             raise Pause(state=state) from None
+
+
+@contextmanager
+def cancellable(termination: Termination) -> Iterator[None]:
+    """Terminate the body half a minute after its flow run, or one above it, was cancelled; costs a request every five seconds.
+
+    Whoever runs the process ends it before that, if it is there: a worker may be gone, and nobody runs a flow that is called.
+    """
+    cancellation = _Cancellation(current_flow_run())
+    with cancellation.is_recorded(termination), _watched(cancellation.find, termination):
+        yield
+
+
+class _Cancellation:
+    """Whether a flow run, or one above it, is cancelled.
+
+    Args:
+        this: The flow run.
+
+    """
+
+    def __init__(self, this: FlowRun) -> None:
+        self._this = this
+        self._ids: list[UUID] = []  # of the flow run and those above it
+        self._cancelled: list[UUID] = []  # of these
+        self._cause = CancelledInPrefect()
+
+    def find(self) -> CancelledInPrefect | None:
+        """Return what terminates the flow run if one of them is cancelled, else None; one request."""
+        with get_client(sync_client=True) as client:
+            self._ids = self._ids or _with_those_above(client, self._this)
+            found = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=self._ids)))
+        self._cancelled = [it.id for it in found if it.state and (it.state.is_cancelling() or it.state.is_cancelled())]
+        return self._cause if self._cancelled else None
+
+    @contextmanager
+    def is_recorded(self, termination: Termination) -> Iterator[None]:
+        """Let those that were cancelled be Cancelled in the end, if it is the cancellation that terminates the body."""
+        try:
+            yield
         finally:
-            has_ended.set()
+            if termination.cause is self._cause:
+                for flow_run_id in self._cancelled:
+                    atexit.register(_record_cancelled, flow_run_id)
 
 
-def _watch(find: Callable[[], TerminationSignal | None], termination: Termination, has_ended: threading.Event) -> None:
+def _with_those_above(client: SyncPrefectClient, this: FlowRun) -> list[UUID]:
+    """Return the ids of a flow run and of those that called it; two requests for each."""
+    ids = [this.id]
+    while this.parent_task_run_id is not None:
+        above = client.read_task_run(this.parent_task_run_id).flow_run_id
+        if above is None:
+            break
+        this = client.read_flow_run(above)
+        ids.append(this.id)
+    return ids
+
+
+def _record_cancelled(flow_run_id: UUID) -> None:
+    """Set a flow run that was cancelled to Cancelled at the end of its process, lest an automation runs it again.
+
+    Prefect's engine ends it as Crashed, or as Failed where it waits for the task of a training.
+    """
+    with suppress(PrefectException, httpx.HTTPError), without_retries(), get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+        if state is not None and not (state.is_cancelled() or state.is_completed()):
+            message = "Cancelled. Nobody ended its process, so what it trained ended by itself."
+            client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
+
+
+@contextmanager
+def _watched(find: Callable[[], BaseException | None], termination: Termination) -> Iterator[None]:
+    has_ended = threading.Event()
+    watch = threading.Thread(
+        target=copy_context().run, args=(_watch, find, termination, has_ended), name="interruptions", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
+def _watch(find: Callable[[], BaseException | None], termination: Termination, has_ended: threading.Event) -> None:
     """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
     found_s: float | None = None
     while not has_ended.wait(_POLL_S) and not termination.is_requested:

@@ -53,7 +53,7 @@ from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import gpus_for, name_of_flow_run, restarted_by_this
-from .interruptions import spared_from_suspension
+from .interruptions import cancellable, spared_from_suspension
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page
@@ -180,7 +180,12 @@ def sweep(
             if trials_on is not None:
                 trials = DeployedTrials(training, searched, led, trials_on, function)
             # A sweep that is suspended goes on to its end: its trials could not tell that from a failure.
-            with outlast_api_outages(), spared_from_suspension(), show_sweep(led, definition, searched, search, run_config):
+            with (
+                outlast_api_outages(),
+                spared_from_suspension(),
+                cancellable(termination),
+                show_sweep(led, definition, searched, search, run_config),
+            ):
                 searched.lead(claimed.number, definition.config, is_fresh=is_fresh)
                 termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
             if before and searched.trials == before:

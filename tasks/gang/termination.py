@@ -70,6 +70,16 @@ class Interruption(TerminationSignal):
         self.yields = yields
 
 
+class CancelledInPrefect(asyncio.CancelledError):
+    """Requests the termination of a flow run that is cancelled, or below one that is, where nobody ends its process.
+
+    No TerminationSignal: Prefect's engine kills the process at the end of a flow that raises one, be it a notebook's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the flow run, or one above it, was cancelled in Prefect, and nobody ended its process")
+
+
 class TerminatedError(Exception):
     """The attempt stops, since its flow run is being terminated."""
 

@@ -23,7 +23,7 @@ from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
 from prefect_torch.tasks.gang.starting import first_rank, start_gang
-from prefect_torch.tasks.gang.termination import Interruption, Termination
+from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
@@ -216,9 +216,10 @@ class _Leader:
 
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
-        is_cancelled = flow_run_id is not None and is_being_cancelled(flow_run_id)
         cause = self._termination.cause
-        by = "Ctrl-C" if self._termination.is_by_keyboard else type(cause).__name__
+        is_in_prefect = isinstance(cause, CancelledInPrefect)
+        is_cancelled = is_in_prefect or (flow_run_id is not None and is_being_cancelled(flow_run_id))
+        by = "Ctrl-C" if self._termination.is_by_keyboard else "in Prefect" if is_in_prefect else type(cause).__name__
         message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
         if is_cancelled:
             outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)

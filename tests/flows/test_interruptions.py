@@ -5,10 +5,12 @@ import subprocess
 import sys
 import threading
 import uuid
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import UUID
 
 import httpx
 import pytest
@@ -29,10 +31,10 @@ from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.flows import FailureConfig, interruptions, leading, train
+from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, interruptions, leading, sweep, sweeping, train, uniform
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
-from prefect_torch.flows.interruptions import find_interruption, interruptible, spared_from_suspension
-from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination, TerminationSwitch
+from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
+from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -214,6 +216,56 @@ def test_a_cancellation_that_nobody_carries_out_ends_the_training_after_half_a_m
     interruptions._watch(lambda: next(answers), termination, threading.Event())
     assert termination.cause is found
     assert next(found_at, None) is None
+
+
+@pytest.mark.parametrize("watching", [cancellable, partial(interruptible, yields_to_urgent=False)])
+def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monkeypatch, watching):
+    """A sweep, and a training below a flow or a task of one's own, went on to its end where the worker was gone."""
+    at_exit, termination = [], Termination(30)
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
+    monkeypatch.setattr(interruptions, "_UNHEEDED_S", 0.1)
+    monkeypatch.setattr(interruptions, "atexit", SimpleNamespace(register=lambda *call: at_exit.append(call)))
+
+    @flow
+    def called():
+        with watching(termination):
+            termination.outlast(lambda: wait_until(lambda: termination.is_requested, "the request", every_s=0.01))
+
+    @task(cache_policy=NO_CACHE)
+    def call():
+        called()
+
+    @flow
+    def cancelled():
+        begun.append(UUID(flow_run.id))
+        client.set_flow_run_state(begun[0], Cancelling(), force=True)
+        call()
+
+    begun = []
+    with pytest.raises(CancelledInPrefect):
+        cancelled()
+    assert client.read_flow_run(begun[0]).state.is_crashed()  # by Prefect's engine; an automation would run it again
+    ((record, *which),) = at_exit
+    record(*which)
+    assert client.read_flow_run(begun[0]).state.is_cancelled()
+
+
+def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
+    """It went on to its end where it was cancelled and its worker was gone."""
+
+    @contextmanager
+    def cancelled(termination):
+        termination.request(CancelledInPrefect())
+        yield
+
+    monkeypatch.setattr(sweeping, "cancellable", cancelled)
+    with pytest.raises(CancelledInPrefect):
+        sweep(
+            f"{SUPPORT / 'trainings.py'}:report_a_name",
+            {"lr": uniform(0, 1)},
+            search=SearchConfig(metric="loss"),
+            run=RunConfig(name="sweep", storage=tmp_path),
+        )
 
 
 def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
