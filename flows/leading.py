@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import ObjectNotFound, Pause
 from prefect.flows import Flow
 from prefect.runtime import flow_run
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Crashed, Failed
 from prefect_torch.ckpt import CheckpointError, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -30,6 +30,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observer, Observers
 from prefect_torch.tasks.training.restarts import Restarts
 
+_TIMED_OUT = "TimedOut"  # Prefect's name of the state of a flow run after `timeout_seconds`
 _outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
 
 
@@ -40,15 +41,18 @@ def _record_termination(outcome: Outcome | None) -> None:
 
 
 def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - by name
-    """Give a crashed flow run's state the message that `_record_termination` recorded.
+    """Give the state of a flow run that crashed, or that its timeout ended, the message that `_record_termination` recorded.
 
     A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
     automation runs the flow again.
     """
     outcome = _outcomes.pop(str(flow_run.id), None)
-    if outcome is None or outcome.error is None:
+    if outcome is None or outcome.error is None or (state.is_failed() and state.name != _TIMED_OUT):
         return
     final: State[Any] = Crashed(message=f"{state.message} {outcome.error}")
+    if state.is_failed():
+        _, _, safe_work = outcome.error.partition("; ")
+        final = Failed(name=_TIMED_OUT, message=f"{state.message}; {safe_work}")
     if outcome.ending == "cancelled":
         final = Cancelled(message=outcome.error)
     with get_client(sync_client=True) as client:

@@ -54,6 +54,7 @@ from .monitoring.pages.setup import Setup
     task_runner=ONE_THREAD_PER_RANK,
     persist_result=False,
     on_crashed=[set_terminated_state],
+    on_failure=[set_terminated_state],
 )
 def train(
     train_fn: Annotated[

@@ -24,11 +24,11 @@ from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelling, Pending, Running, Scheduled, Suspended
+from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError
-from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, interruptions, leading, sweep, sweeping, train, uniform
@@ -248,6 +248,18 @@ def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monke
     ((record, *which),) = at_exit
     record(*which)
     assert client.read_flow_run(begun[0]).state.is_cancelled()
+
+
+def test_the_state_of_a_training_that_its_timeout_ended_says_what_is_safe(client, pool):
+    assert leading.set_terminated_state in train.on_failure_hooks
+    safe_work = "work is safe up to step 3"
+    for name, message in (("TimedOut", f"exceeded timeout; {safe_work}"), ("Failed", "exceeded timeout")):
+        failed = begin(client, pool, "background", Failed(name=name, message="exceeded timeout"))
+        outcome = Outcome(1, "preempted", str(failed.id), "preemption", f"terminated (CancelledError); {safe_work}")
+        leading._record_termination(outcome)
+        leading.set_terminated_state(train, failed, failed.state)
+        state = client.read_flow_run(failed.id).state
+        assert (state.name, state.message) == (name, message)
 
 
 def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
