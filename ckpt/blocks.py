@@ -11,7 +11,7 @@ from prefect_torch.ckpt.checkpoint_store import CheckpointStore
 from prefect_torch.ckpt.storage.backends import open_spec
 from prefect_torch.ckpt.storage.probe import StorageProbe, StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, StorageSpec
-from prefect_torch.ckpt.storage.specs.blocks import FileSystemBlock, resolve_storage, spec_of
+from prefect_torch.ckpt.storage.specs.blocks import FileSystemBlock, refuse_misspelled_fields, resolve_storage, spec_of
 from prefect_torch.ckpt.storage.specs.location import normalized
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
@@ -98,10 +98,11 @@ class CheckpointStorage(Block):
         """Return the specification with which a process opens this storage.
 
         Raises:
-            ValueError: If the location is invalid, checkpoints cannot be stored with the file system, or the password has no
-                place in either.
+            ValueError: If the location is invalid, a field is misspelled, checkpoints cannot be stored with the file system, or
+                the password has no place in either.
 
         """
+        refuse_misspelled_fields(self)
         if self.file_system is None:
             if not self.location and self.model_extra:  # Prefect's blocks take any field
                 unknown, fields = ", ".join(map(repr, self.model_extra)), ", ".join(type(self).model_fields)

@@ -101,7 +101,10 @@ def tie_embedded_server() -> None:
 
     Prefect stops it at a normal exit only: the server of a killed flow would keep running, with its database locked. A server
     started after this module's import is tied from its first instruction on; a server started before gets a watcher process.
+    A key of Prefect Cloud that it cannot use is warned of.
     """
+    if (unused := unused_key()) is not None:
+        get_run_logger().warning("%s: %s", *unused)
     for server in _embedded_servers():
         process = server.server_process
         if process is not None and process not in _tied:
@@ -182,6 +185,18 @@ def unusable_home() -> tuple[str, str] | None:
         f"{home}, where this user cannot write"
     )
     return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
+
+
+def unused_key() -> tuple[str, str] | None:
+    """Return what becomes of PREFECT_API_KEY without PREFECT_API_URL, and the advice; None if it is not so."""
+    api = get_current_settings().api
+    if api.key is None or api.url:
+        return None
+    why = (
+        "PREFECT_API_KEY is set, but PREFECT_API_URL is not, so flow runs are recorded by a server on this machine and not in "
+        "Prefect Cloud"
+    )
+    return why, "set PREFECT_API_URL too, or log in (prefect cloud login)"
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
@@ -20,6 +21,7 @@ from .location import BLOCK_SLUGS, is_block_slug, parse_location
 KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
 # Options of s3fs by which it signs, encrypts or pays otherwise.
 _OF_S3FS_ALONE = ("profile", "requester_pays", "s3_additional_kwargs")
+_CLOSE = 0.75
 _ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
@@ -41,10 +43,11 @@ def resolve_storage(storage: Any) -> StorageSpec:
         storage: "block-type-slug/block-name" of a saved block, or a block.
 
     Raises:
-        ValueError: If there is no such block, or checkpoints cannot be stored with its type.
+        ValueError: If there is no such block, a field of it is misspelled, or checkpoints cannot be stored with its type.
 
     """
     block = _load(storage) if isinstance(storage, str) and is_block_slug(storage) else storage
+    refuse_misspelled_fields(block)
     if isinstance(block, LocalFileSystem):
         return spec_of(block.basepath or ".")
     if isinstance(block, RemoteFileSystem):
@@ -58,6 +61,24 @@ def resolve_storage(storage: Any) -> StorageSpec:
     raise ValueError(
         f"checkpoints cannot be stored with a {type(block).__name__}: give a path, a URL, or a {KINDS_OF_BLOCKS} block"
     )
+
+
+def refuse_misspelled_fields(block: Any) -> None:
+    """Raise ValueError if a block, or one in it, has something under a name that is nearly that of a field left unset.
+
+    Prefect's blocks take any name: checkpoints would be elsewhere, or without the credentials.
+    """
+    if not isinstance(block, Block):
+        return
+    unset = [name for name in type(block).model_fields if name not in block.model_fields_set]
+    if isinstance(block, LocalFileSystem):  # which any mapping fits
+        unset += ["bucket_name", "settings"]
+    for name, value in (block.model_extra or {}).items():
+        if value and (nearest := get_close_matches(name, unset, 1, _CLOSE)):
+            kind = type(block).__name__
+            raise ValueError(f"the block {kind} has no field {name!r}, which would be ignored; is {nearest[0]!r} meant?")
+    for name in type(block).model_fields:
+        refuse_misspelled_fields(getattr(block, name))
 
 
 def is_spec_holder(block: Any) -> TypeGuard[HasSpec]:

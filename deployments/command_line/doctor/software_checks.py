@@ -84,7 +84,7 @@ def check_api() -> Iterator[Finding]:
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
     from prefect_torch.flows.prefect_api.embedded_database import newer_database  # noqa: PLC0415 - same
-    from prefect_torch.flows.prefect_api.embedded_server import unusable_home  # noqa: PLC0415 - same
+    from prefect_torch.flows.prefect_api.embedded_server import unusable_home, unused_key  # noqa: PLC0415 - same
 
     url = _api_url()
     if url is None:
@@ -92,6 +92,8 @@ def check_api() -> Iterator[Finding]:
             yield Finding("prefect api", "wrong", "no PREFECT_API_URL, and ephemeral mode is off", "set PREFECT_API_URL")
         elif (why := unusable_home() or newer_database()) is not None:
             yield Finding("prefect api", "wrong", *why)
+        elif (why := unused_key()) is not None:
+            yield Finding("prefect api", "warning", *why)
         else:
             yield Finding("prefect api", "ok", "no PREFECT_API_URL: each flow starts its own server for its duration")
         return

@@ -5,10 +5,13 @@ from itertools import islice
 
 import pytest
 from odd_listings import Shuffled
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect_aws.credentials import AwsCredentials
+from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from servers import S3Server, free_port
@@ -63,6 +66,30 @@ def test_a_block_without_a_place_says_what_to_give():
 def test_a_block_whose_location_was_given_by_another_name_says_which_fields_there_are():
     with pytest.raises(ValueError, match="no location, and no field 'path' that is one: its fields are location, file_sys"):
         CheckpointStorage(path="/data").check()
+
+
+@pytest.mark.parametrize(
+    ("block", "given", "meant"),
+    [
+        (lambda: CheckpointStorage(location="runs", file_sytem=LocalFileSystem(basepath="/data")), "file_sytem", "file_system"),
+        (lambda: CheckpointStorage(location="runs", file_system={"bucket_nmae": "b"}), "bucket_nmae", "bucket_name"),
+        (lambda: LocalFileSystem(base_path="/data"), "base_path", "basepath"),
+        (lambda: RemoteFileSystem(basepath="s3://b", setings={"key": "k"}), "setings", "settings"),
+        (
+            lambda: S3Bucket(bucket_name="b", credentials=AwsCredentials(aws_access_key="k")),
+            "aws_access_key",
+            "aws_access_key_id",
+        ),
+    ],
+)
+def test_a_misspelled_field_of_a_block_is_refused_with_the_one_that_is_meant(block, given, meant):
+    """It was ignored, so that checkpoints were stored in the working directory, or without the credentials."""
+    with pytest.raises(ValueError, match=f"has no field '{given}', which would be ignored; is '{meant}' meant"):
+        parse_storage(block())
+
+
+def test_other_things_beside_the_fields_of_a_block_are_left_alone():
+    assert parse_storage(S3Bucket(bucket_name="b", block_type_slug="s3-bucket", bucket_foldr="")).url == "s3://b"
 
 
 def test_refused_access_names_the_step_and_the_right(rclone):

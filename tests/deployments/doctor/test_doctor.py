@@ -1,5 +1,6 @@
 """`prefect-torch doctor`: what it finds in order, and what it says of what is not."""
 
+import logging
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prefect.settings import (
+    PREFECT_API_KEY,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
@@ -21,6 +23,7 @@ from prefect.settings import (
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
+from prefect_torch.flows.prefect_api import embedded_server
 from servers import free_port
 
 
@@ -145,6 +148,20 @@ def test_no_api_and_none_allowed_is_wrong():
     with temporary_settings({PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}):
         (finding,) = software_checks.check_api()
     assert (finding.status, finding.advice) == ("wrong", "set PREFECT_API_URL")
+
+
+def test_a_key_of_prefect_cloud_without_its_url_is_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(embedded_server, "get_run_logger", logging.getLogger)  # as of a flow run
+    no_api = {PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}
+    with temporary_settings({**no_api, PREFECT_API_KEY: "pnu_1"}):
+        (finding,) = software_checks.check_api()
+        embedded_server.tie_embedded_server()
+    assert finding.status == "warning"
+    assert "PREFECT_API_KEY is set, but PREFECT_API_URL is not" in finding.found
+    assert f"{finding.found}: {finding.advice}" in caplog.text
+    with temporary_settings({**no_api, PREFECT_API_KEY: None}):
+        (finding,) = software_checks.check_api()
+    assert finding.status == "ok"
 
 
 def test_a_home_in_which_no_server_can_keep_its_database_is_wrong(tmp_path):
