@@ -103,7 +103,7 @@ def cancellable(termination: Termination) -> Iterator[None]:
 
 
 class _Cancellation:
-    """Whether a flow run, or one above it, is cancelled.
+    """Whether a flow run, or one above it in its process, is cancelled.
 
     Args:
         this: The flow run.
@@ -136,9 +136,12 @@ class _Cancellation:
 
 
 def _with_those_above(client: SyncPrefectClient, this: FlowRun) -> list[UUID]:
-    """Return the ids of a flow run and of those that called it; two requests for each."""
+    """Return the ids of a flow run and of those above it in its process; two requests for each.
+
+    One of a deployment has a process of its own, which goes on without the flow that has started it by `run_deployment`.
+    """
     ids = [this.id]
-    while this.parent_task_run_id is not None:
+    while this.parent_task_run_id is not None and this.deployment_id is None:
         above = client.read_task_run(this.parent_task_run_id).flow_run_id
         if above is None:
             break

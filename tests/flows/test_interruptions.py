@@ -250,6 +250,11 @@ def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monke
     assert client.read_flow_run(begun[0]).state.is_cancelled()
 
 
+def test_a_flow_run_of_a_deployment_goes_on_without_the_flow_that_has_started_it(client, pool):
+    started = begin(client, pool).model_copy(update={"parent_task_run_id": uuid.uuid4()})
+    assert interruptions._with_those_above(client, started) == [started.id]
+
+
 def test_the_state_of_a_training_that_its_timeout_ended_says_what_is_safe(client, pool):
     assert leading.set_terminated_state in train.on_failure_hooks
     safe_work = "work is safe up to step 3"
