@@ -4,6 +4,7 @@ import logging
 import re
 from contextvars import ContextVar
 
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
 from prefect_torch.tasks.rank.errors import RankFailedError
@@ -31,6 +32,7 @@ _LEVELS = (
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
 _LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
+_LOST = "Prefect's API does not know this flow run any more: it was deleted, or the server has another database now"
 
 
 class FlowLogFilter(logging.Filter):
@@ -44,6 +46,9 @@ class FlowLogFilter(logging.Filter):
         if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
             record.exc_info = None
             record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
+        if _is_of_lost_flow_run(record):
+            record.exc_info, record.msg, record.args = None, _LOST, ()
+            return True
         if _is_repetition(record) or _is_of_termination(record):
             return False
         if _is_of_flow(record) and str(record.msg).startswith(_FAILED):
@@ -120,6 +125,12 @@ def _level_of(record: logging.LogRecord) -> int | None:
 
 def _set_level(record: logging.LogRecord, level: int) -> None:
     record.levelno, record.levelname = level, logging.getLevelName(level)
+
+
+def _is_of_lost_flow_run(record: logging.LogRecord) -> bool:
+    """Return whether Prefect's API answered that there is no such flow run, when its final state was to be recorded."""
+    error = record.exc_info[1] if record.exc_info else None
+    return isinstance(error, ObjectNotFound) and "/flow_runs/" in str(error.http_exc) and _is_of_flow(record)
 
 
 def _is_of_flow(record: logging.LogRecord) -> bool:

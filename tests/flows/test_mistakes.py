@@ -13,7 +13,7 @@ import pytest
 from forked_programs import run_program
 from prefect import flow
 from prefect._internal.concurrency.cancellation import CancelledError
-from prefect.exceptions import ParameterBindError
+from prefect.exceptions import ObjectNotFound, ParameterBindError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect_servers import rows, wait_until
@@ -205,6 +205,25 @@ def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_traceb
     )
     assert FlowLogFilter().filter(record)
     assert record.exc_info is raised
+
+
+@pytest.mark.parametrize(
+    ("url", "is_short"), [("http://host/api/flow_runs/1/set_state", True), ("http://host/api/blocks", False)]
+)
+def test_a_flow_run_that_prefect_has_lost_is_one_line(url, is_short):
+    """It was `Encountered exception during execution: ObjectNotFound(None)`, above forty lines of Prefect's frames."""
+    lost = ObjectNotFound(RuntimeError(f"Client error '404 Not Found' for url {url!r}"))
+    record = logging.makeLogRecord(
+        {
+            "msg": "Encountered exception during execution: %r",
+            "args": (lost,),
+            "flow_name": "train",
+            "exc_info": (None, lost, None),
+        }
+    )
+    assert ShortTracebacks().filter(record)
+    assert (record.exc_info is None) is is_short
+    assert record.getMessage().startswith("Prefect's API does not know this flow run any more") is is_short
 
 
 def test_a_timeout_of_the_caller_s_task_shows_the_frames_of_the_caller(monkeypatch):
