@@ -24,7 +24,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause, PrefectException, TerminationSignal
+from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.flows.prefect_api.settings import without_retries
@@ -179,7 +179,7 @@ def _watch(find: Callable[[], BaseException | None], termination: Termination, h
     """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
     found_s: float | None = None
     while not has_ended.wait(_POLL_S) and not termination.is_requested:
-        with suppress(httpx.HTTPError, ObjectNotFound):  # looked for again
+        with suppress(httpx.HTTPError, PrefectException):  # looked for again
             found, now_s = find(), time.monotonic()
             if found is None:
                 found_s = None
