@@ -15,6 +15,7 @@ from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.flows.prefect_api.final_state import call_for_result
 from prefect_torch.flows.prefect_api.settings import without_empty_url
+from prefect_torch.tasks.options.run_form import plain_signature
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import is_defect, shorten
 
@@ -113,6 +114,7 @@ def _with_whole_message(returned: Any) -> Any:
 def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:
     """Return `flow` as a ShortTracebackFlow; Prefect's decorator stays visible to its tools, which read it as text."""
     flow.__class__ = ShortTracebackFlow
+    flow.__signature__ = plain_signature(inspect.signature(flow.fn))  # type: ignore[attr-defined]  # inspect reads it first
     return flow
 
 

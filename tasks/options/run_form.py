@@ -1,8 +1,10 @@
 """How the forms of the Prefect UI show the options of a training."""
 
+import inspect
 import warnings
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
 
 from prefect_torch.ckpt.text import show_class
 from pydantic import (
@@ -31,6 +33,22 @@ def shown_as(title: str, description: str, **more: Any) -> Any:
 
     """
     return Field(json_schema_extra={"title": title, "description": description, **more})
+
+
+class _PlainParameter(inspect.Parameter):
+    """A parameter that is printed without what `Annotated` says of it; the annotation itself stays."""
+
+    def __str__(self) -> str:
+        plain = get_type_hints(SimpleNamespace(__annotations__={self.name: self.annotation}))[self.name]
+        return str(inspect.Parameter(self.name, self.kind, default=self.default, annotation=plain))
+
+
+def plain_signature(signature: inspect.Signature) -> inspect.Signature:
+    """Return an equal signature that `help()` prints in types alone; Prefect and pydantic read the same annotations of it."""
+    parameters = [
+        _PlainParameter(it.name, it.kind, default=it.default, annotation=it.annotation) for it in signature.parameters.values()
+    ]
+    return signature.replace(parameters=parameters)
 
 
 def none_if_empty(value: Any) -> Any:
@@ -96,6 +114,11 @@ class FormModel(BaseModel):
                 given = ", ".join(f"{name}=…" for name, _ in zip(cls.model_fields, unnamed, strict=False))
                 raise TypeError(f"{cls.__name__} takes its fields by name only: {cls.__name__}({given})")
             return super().__new__(cls)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Let `help()` print the inputs with their types alone."""
+        cls.__signature__ = plain_signature(inspect.signature(cls))
 
     def _warn_of_default(self, field: str, message: str) -> None:
         """Warn, from a validator, of a default that is hardly meant; once, though a flow validates its arguments again."""

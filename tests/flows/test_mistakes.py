@@ -1,7 +1,9 @@
 """What a person sees of a mistake fits on a screen."""
 
+import inspect
 import logging
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,8 +18,9 @@ from prefect._internal.concurrency.cancellation import CancelledError
 from prefect.exceptions import ObjectNotFound, ParameterBindError
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
+from prefect.utilities.callables import parameter_schema
 from prefect_servers import rows, wait_until
-from prefect_torch.flows import train
+from prefect_torch.flows import RunConfig, SearchConfig, evaluate, prune, sweep, train
 from prefect_torch.flows.calls import short_tracebacks as module
 from prefect_torch.flows.calls.log_filter import FlowLogFilter
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
@@ -158,6 +161,17 @@ def test_a_misspelled_keyword_is_named_in_one_line(seen):
     )
 
 
+@pytest.mark.parametrize("shown", [train, sweep, evaluate, prune, train.with_options(retries=1), RunConfig, SearchConfig])
+def test_help_prints_types_and_not_what_is_said_to_forms(shown):
+    text = pydoc.render_doc(shown, renderer=pydoc.plaintext)
+    assert not re.search(r"Annotated|FieldInfo| object at 0x|ge=", text.split(") -> ")[0]), text
+
+
+def test_the_annotations_of_a_flow_still_say_it_to_forms():
+    assert inspect.signature(train) == inspect.signature(train.fn)
+    assert parameter_schema(train).properties["run"]["description"].startswith("The run's name, ")
+
+
 def test_ipython_and_pytest_leave_out_the_frame_of_this_package():
     with pytest.raises(ParameterBindError) as caught:
         train("my_training:train_fn", scalin=2)
@@ -221,7 +235,7 @@ def test_a_flow_run_that_prefect_has_lost_is_one_line(url, is_short):
             "exc_info": (None, lost, None),
         }
     )
-    assert ShortTracebacks().filter(record)
+    assert FlowLogFilter().filter(record)
     assert (record.exc_info is None) is is_short
     assert record.getMessage().startswith("Prefect's API does not know this flow run any more") is is_short
 
