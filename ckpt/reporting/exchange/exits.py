@@ -67,6 +67,11 @@ def read_exits(key_value: KeyValue) -> list[RankExit]:
     return [decode_exit(key_value.get([exit_key(rank)], _GET_S)[0]) for rank in sorted(ranks)]
 
 
+def is_first_exit(key_value: KeyValue, rank: int) -> bool:
+    """Return whether `rank`, which left, was the first; costs one request."""
+    return key_value.get([_left_key(1)], _GET_S) == [str(rank).encode()]
+
+
 def exit_key(rank: int) -> str:
     """Return the key of a rank's exit."""
     return f"end/{rank}"

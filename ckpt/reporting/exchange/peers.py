@@ -11,7 +11,7 @@ from functools import partial
 from prefect_torch.ckpt.errors import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.text import show_some
 
-from .exits import ExitStatus, RankExit, announce_exit, decode_exit, exit_key, has_failure, read_exits
+from .exits import ExitStatus, RankExit, announce_exit, decode_exit, exit_key, has_failure, is_first_exit, read_exits
 from .key_value import KeyValue
 from .node import Node, pack, unpack
 
@@ -149,11 +149,15 @@ class Peers:
         all of them and sends the result to the others, or each of ten thousand ranks would read ten thousand exits.
         """
         keys = [exit_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_LEFT]
+        warn_s = time.monotonic() + _SILENT_S
         while (values := self._try_get(keys, self._poll_s)) is None:
             if has_failure(self._key_value):
                 known = read_exits(self._key_value)
                 if any(not it.has_returned for it in known):
                     return known
+            if time.monotonic() > warn_s:
+                warn_s += 10 * _SILENT_S
+                self._warn_of_running()
         if self.rank != 0:
             return [RankExit(**it) for it in json.loads(values[0])]
         first_alike: dict[tuple[ExitStatus, int | None], RankExit] = {}
@@ -232,6 +236,19 @@ class Peers:
             "rank %d has waited %g s in %s for %s, and goes on: every rank must call report() equally often",
             *(self.rank, _SILENT_S, topic.replace("/", " "), whom),
         )
+
+    def _warn_of_running(self) -> None:
+        """As the first rank that left, log which have not: one may wait in a collective for a rank that left."""
+        if not is_first_exit(self._key_value, self.rank):
+            return
+        left = read_exits(self._key_value)
+        running = sorted(set(range(self.world_size)) - {it.rank for it in left})
+        if running:
+            (own,) = [it for it in left if it.rank == self.rank]
+            _logger.warning(
+                "%s %g s ago, and waits for rank %s to return: if it hangs, it is in a collective that every rank must join",
+                *(own, _SILENT_S, show_some([str(rank) for rank in running])),
+            )
 
     def _raise_for(self, exits: list[RankExit], topic: str) -> None:
         exits = sorted(exits, key=lambda it: it.has_returned)

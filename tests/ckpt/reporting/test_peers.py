@@ -27,6 +27,26 @@ def test_a_rank_that_is_waited_for_is_named(tmp_path, monkeypatch):
     assert "rank 0 has waited 0.1 s in report 1 for rank 1, and goes on" in lines[0]
 
 
+def test_the_first_rank_that_returned_names_those_that_have_not(tmp_path, monkeypatch):
+    lines, told = [], threading.Event()
+
+    def record(*arguments):
+        lines.append(arguments[0] % arguments[1:])
+        told.set()
+
+    monkeypatch.setattr(peers, "_SILENT_S", 0.1)
+    monkeypatch.setattr(peers._logger, "warning", record)
+
+    def train_fn(session, rank):
+        session.report({})
+        if rank != 1:
+            assert told.wait(20)  # as in a collective that rank 1 never comes to
+
+    assert Attempt(CheckpointStore.open(tmp_path, "run"), 3).run(train_fn) == [None] * 3
+    assert "rank 1 returned after 1 report 0.1 s ago, and waits for rank 0, 2 to return: if it hangs" in lines[0]
+    assert {line.partition(" ago")[0] for line in lines} == {"rank 1 returned after 1 report 0.1 s"}
+
+
 class LastWord(MemoryKeyValue):
     """Rank 1 sends its message and leaves while rank 0, which found no message yet, looks whether anybody has left."""
 
