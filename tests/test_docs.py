@@ -96,6 +96,11 @@ def test_a_site_on_a_disk_is_searched_without_a_network(site):
     assert (asked, errors) == ([], [])
 
 
+def test_a_wide_screen_shows_more_of_a_line_of_code(site):
+    assert 'href="../stylesheets/wide.css"' in (site / "how-to/lightning.html").read_text()
+    assert (site / "stylesheets/wide.css").exists()
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_code_is_shown_as_one(site, page):
     """A fence that the site's Markdown does not know is shown as text, and what is in it as prose."""
