@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
@@ -96,6 +96,19 @@ class ReportCallback(CheckpointCallback):
         self._is_due = False
         self._random_state: dict[str, Any] | None = None
         self.reported_step = 0
+
+    @property
+    def best_model_path(self) -> NoReturn:
+        """Say what to give instead of `ckpt_path="best"`, which Lightning also takes if `trainer.test()` is given no model.
+
+        Raises:
+            AttributeError: Always, as of an attribute that does not exist.
+
+        """
+        raise AttributeError(
+            "ReportCallback keeps no best model on this machine: test the last weights with trainer.test(model), or list a "
+            'ModelCheckpoint before the callback for ckpt_path="best"; Result.best_checkpoints has the best ones of the run'
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
         """Get this rank's context and check the Trainer.

@@ -174,6 +174,13 @@ def test_validating_alone_reports_nothing(store):
     assert attempt.events() == []
 
 
+def test_the_best_model_is_said_to_be_elsewhere():
+    trainer = make_trainer(callbacks=[ReportCallback()])
+    assert not hasattr(trainer.checkpoint_callback, "best_model_path")  # Lightning and loggers ask so
+    with pytest.raises(AttributeError, match=r"trainer\.test\(model\).*Result\.best_checkpoints"):
+        trainer.validate(Regression(), ckpt_path="best", verbose=False)
+
+
 def test_a_fast_dev_run_reports_metrics_alone(store):
     attempt = Attempt(store)
     fit(attempt, fast_dev_run=True)
