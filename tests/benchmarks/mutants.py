@@ -62,7 +62,7 @@ MUTANTS = [
         "tests/ckpt/runs/attempts/test_owner.py",
         ("return alike and self != other", "return alike"),
         ("_start_ticks(self.pid) != self.started or not is_alive(self.pid)", "not is_alive(self.pid)"),
-        ('None if state == "Z" else int(fields[18])', "int(fields[18])"),
+        ('None if state == b"Z" else int(fields[18])', "int(fields[18])"),
         ("if self.host not in (here, here.rpartition", "if False and self.host not in (here, here.rpartition"),
     ),
     *mutants_of(
