@@ -17,6 +17,7 @@
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/evaluation-code/<name>/<digest>.zip  that of the ranks of an evaluation
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
+<run>/pins/deletion.<token>.json     no pin: shows a pending deletion that a listing is one of pins; exists for a moment
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
@@ -163,6 +164,9 @@ class Layout:
 
     def pin(self, checkpoint_id: str, token: str) -> str:
         return f"{self.pins}{checkpoint_id}.{token}.json"
+
+    def pins_witness(self, token: str) -> str:
+        return f"{self.pins}deletion.{token}.json"
 
     @property
     def deletions(self) -> str:

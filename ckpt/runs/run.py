@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -244,7 +244,7 @@ class Run:
 
     def pinned(self) -> frozenset[str]:
         """Return the ids of the pinned checkpoints."""
-        return frozenset(map(stem, self.keys(self.layout.pins)))
+        return pinned_among(self.keys(self.layout.pins))
 
     def metadata(self, manifest: Manifest) -> dict[str, Any]:
         """Return the user's metadata: the value set last, or the committed one."""
@@ -311,3 +311,8 @@ class Run:
             _logger.warning("left out: %s", exc)
             return None
         return hint if isinstance(hint, str) and is_id(hint) else None
+
+
+def pinned_among(keys: Iterable[str]) -> frozenset[str]:
+    """Return the ids of the checkpoints whose pins are among `keys`."""
+    return frozenset(filter(is_id, map(stem, keys)))

@@ -33,14 +33,31 @@ class Shuffled(OddListings):
 
 
 class Stale(OddListings):
-    """Lists what was there when it was made: nothing that was put since, and all that was deleted."""
+    """Lists what was there when it was made: nothing that was put since, and all that was deleted; but pins as they are."""
 
     def __init__(self, inner: Any):
         super().__init__(inner)
         self.snapshot = list(inner.list(""))
 
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        if prefix.endswith("/pins/"):
+            return self.inner.list(prefix, after=after, splits=splits)
         return (info for info in self.snapshot if info.key.startswith(prefix) and (after is None or info.key > after))
+
+
+class Emptied(OddListings):
+    """Lists nothing below `prefix`, `times` times, as a gateway whose own page is no listing."""
+
+    def __init__(self, inner: Any, prefix: str, times: float = float("inf")):
+        super().__init__(inner)
+        self._prefix = prefix
+        self.left = times
+
+    def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
+        if prefix == self._prefix and self.left > 0:
+            self.left -= 1
+            return iter(())
+        return self.inner.list(prefix, after=after, splits=splits)
 
 
 class FailingListings(Shuffled):

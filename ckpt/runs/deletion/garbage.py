@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
+from prefect_torch.ckpt.storage.sizes import find_size
 
 from .links import without_targets
 from .marks import marked, remove_stale_marks
@@ -59,8 +60,11 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
             return True
         return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 
-    # Requested by key: a listing may have missed a manifest, and a deletion is final.
-    garbage = [it for it in sorted(data) if is_garbage(it) and not run.exists(it) and not is_read(run.storage, data[it])]
+    def is_kept(checkpoint_id: str) -> bool:
+        """Look by key: a listing may have missed a manifest or a note, and a deletion is final."""
+        return run.exists(checkpoint_id) or find_size(run.storage, run.layout.quarantine(checkpoint_id)) is not None
+
+    garbage = [it for it in sorted(data) if is_garbage(it) and not is_kept(it) and not is_read(run.storage, data[it])]
     for checkpoint_id in garbage:
         run.storage.delete(without_targets(run, data[checkpoint_id]))
         _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
@@ -120,7 +124,7 @@ def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Col
     for checkpoint_id in sorted(expired):
         with marked(run, [checkpoint_id]) as mark:
             mark.renew()
-            if checkpoint_id in run.pinned() or run.exists(checkpoint_id):
+            if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
                 continue
             run.storage.delete(without_targets(run, data[checkpoint_id]))
         deleted.append(checkpoint_id)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
+from prefect_torch.ckpt.runs.attempts.begun import has_begun
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import newest_recorded
 from prefect_torch.ckpt.runs.run import Run
 
@@ -27,8 +28,11 @@ def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
 
     An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
     unstored. So does a newer attempt whose claim cannot be read. One that has ended before its work was done may have failed to
-    store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history.
+    store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history. A run
+    without an attempt is looked at once more, if it has checkpoints: the listing of its claims may be a gateway's empty page.
     """
+    if status is None and has_begun(run):
+        status = read_status(run)
     if status is None or (status.is_done and status.is_newest):
         return PruneLimits()
     restored = status.attempt.restored_id if status.outcome is None else None

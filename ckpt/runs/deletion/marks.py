@@ -3,7 +3,8 @@
 The deleting process writes a mark, then looks for anything that forbids the deletion (a pin, a manifest), and then deletes.
 The forbidding process writes its pin or manifest, then looks for a mark, then checks that everything is still there. In any
 order, one of the two sees the other and gives way. No conditional write is needed, which some storages do not offer
-(https://en.wikipedia.org/wiki/Dekker%27s_algorithm).
+(https://en.wikipedia.org/wiki/Dekker%27s_algorithm). Beside the pins lies an object of the deletion's own: a listing of pins
+that does not show it is none, but what a gateway answers in the storage's place, or a listing that lags behind.
 """
 
 import secrets
@@ -11,8 +12,11 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
-from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
@@ -32,27 +36,55 @@ class DeletionMark:
     def __init__(self, run: Run, ids: Iterable[str]) -> None:
         self._run = run
         self._ids = list(ids)
-        self._key: str | None = None
+        self._token: str | None = None
         self._put_s = 0.0
 
     @property
     def is_due(self) -> bool:
         """Whether a mark must be written before anything else is deleted."""
-        return self._key is None or time.monotonic() - self._put_s > _RENEW_S
+        return self._token is None or time.monotonic() - self._put_s > _RENEW_S
 
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
-        old, key, now_s = self._key, self._run.layout.deletion(secrets.token_hex(8)), time.monotonic()
-        self._run.put_json(key, {"checkpoints": self._ids, "marked_at": utc_now()})
-        self._key, self._put_s = key, now_s
+        old, token, now_s = self._token, secrets.token_hex(8), time.monotonic()
+        self._run.put_json(self._run.layout.deletion(token), {"checkpoints": self._ids, "marked_at": utc_now()})
+        self._token, self._put_s = token, now_s
+        self._run.put_json(self._run.layout.pins_witness(token), {})
         if old is not None:
-            self._run.storage.delete([old])
+            self._run.storage.delete(_keys(self._run, old))
+
+    def pinned(self) -> frozenset[str]:
+        """Return the ids of the pinned checkpoints, by a listing that can be believed; the mark is written.
+
+        Raises:
+            StorageError: If listings of pins do not show what this deletion has put beside them, as long as the storage is
+                waited for.
+
+        """
+        assert self._token is not None
+        layout, witness = self._run.layout, self._run.layout.pins_witness(self._token)
+
+        def list_pins(storage: Storage) -> frozenset[str]:
+            keys = {info.key for info in storage.list(layout.pins) if is_key(info.key)}
+            if witness not in keys:
+                raise StorageError(
+                    f"{storage.url} does not list {witness}, which was put just before: something before the storage answers "
+                    "listings in its place, or they lag behind, so that pinned checkpoints cannot be told from others"
+                )
+            return pinned_among(keys)
+
+        return self._run.ask("listing", layout.pins, list_pins)
 
     def remove(self) -> None:
         """Remove the mark: the deletion is complete, or will not happen."""
-        if self._key is not None:
-            self._run.storage.delete([self._key])
-            self._key = None
+        if self._token is not None:
+            self._run.storage.delete(_keys(self._run, self._token))
+            self._token = None
+
+
+def _keys(run: Run, token: str) -> list[str]:
+    """Return the keys of a deletion; the mark is last, by which the other one is found if a process is killed in between."""
+    return [run.layout.pins_witness(token), run.layout.deletion(token)]
 
 
 @contextmanager
@@ -84,7 +116,8 @@ def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
 def remove_stale_marks(run: Run, now_s: float) -> None:
     """Remove the marks of processes that were killed; `now_s` is the storage's clock."""
     stale = [info.key for info in run.storage.list(run.layout.deletions) if info.modified_s < now_s - STALE_S]
-    run.storage.delete(filter(is_key, stale))
+    keys = [key for mark in filter(is_key, stale) for key in (run.layout.pins_witness(stem(mark)), mark)]
+    run.storage.delete(filter(is_key, keys))
 
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:

@@ -99,7 +99,7 @@ def _delete_all(
                 pinned = None
                 _renew(run, mark, attempt)
             if pinned is None:
-                pinned = run.pinned()
+                pinned = mark.pinned()
             if manifest.id in pinned:
                 kept.add(manifest.id)
             else:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
+from prefect_torch.ckpt.runs.run import pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
@@ -74,6 +75,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
 def _delete_run(store: CheckpointStore) -> None:
     _check_unpinned(store, delete_checkpoints(store, store.list()))
     left = store.keys(f"{store.run}/")
+    _check_unpinned(store, pinned_among(key for key in left if key.startswith(store.layout.pins)))
     # By its claims and its record the run is still found and listed, and the command can be repeated.
     claims, run_info = [key for key in left if key.startswith(store.layout.attempts)], store.layout.run_info
     manifests = [key for key in left if key.startswith(store.layout.manifests)]

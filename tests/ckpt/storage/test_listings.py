@@ -7,15 +7,19 @@ import pytest
 from commits import commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
-from odd_listings import FailingListings, Server, Shuffled, Stale, info_of
+from odd_listings import Emptied, FailingListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
+from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.listing import BucketListing
@@ -119,6 +123,48 @@ def test_evaluations_count_on_servers_that_list_them_before_their_manifests(kind
     assert list(list_runs(store.storage)) == ["run"]
     store.prune(BY_ACCURACY)
     assert [it.id for it in store.list()] == [ids[3], ids[9]]
+
+
+def test_nothing_is_deleted_while_pins_are_not_listed():
+    inner = MemoryStorage()
+    store = CheckpointStore.open(inner, "run")
+    manifests = [commit(store, step) for step in range(3)]
+    store.pin(manifests[0].id)
+    gateway = CheckpointStore.open(Emptied(inner, "run/pins/"), "run")
+    for delete in (lambda: gateway.prune(RetentionPolicy(1)), lambda: delete_checkpoints(gateway, manifests[:1])):
+        with pytest.raises(StorageError, match=r"does not list run/pins/deletion\.[0-9a-f]{16}\.json"):
+            delete()
+    assert store.list() == manifests
+    assert store.pinned() == {manifests[0].id}  # what the two have left is no pin
+
+
+def test_a_prune_waits_for_the_listing_of_pins():
+    inner = MemoryStorage()
+    store = CheckpointStore.open(inner, "run")
+    manifests = [commit(store, step) for step in range(3)]
+    store.pin(manifests[0].id)
+    emptied = Emptied(inner, "run/pins/", times=5)
+    gateway = CheckpointStore.open(RetryingStorage(lambda: emptied, RetryPolicy(60.0, 0.0, 0.0)), "run")
+    assert gateway.prune(RetentionPolicy(1)).drop == (manifests[1],)
+    assert emptied.left == 0
+    assert [info.key for info in inner.list("run/pins/")] == [it for it in store.keys("run/pins/") if manifests[0].id in it]
+
+
+def test_a_prune_by_another_process_is_limited_though_no_claim_is_listed():
+    inner = MemoryStorage()
+    store = CheckpointStore.open(inner, "run")
+    claim_attempt(store, Owner.current(), world_size=1)
+    commit(store, 1)
+    gateway = CheckpointStore.open(Emptied(inner, "run/attempts/", times=1), "run")
+    assert prune_limits(gateway, read_status(gateway)).up_to == ""
+
+
+def test_what_is_in_quarantine_is_no_garbage_though_no_note_is_listed():
+    inner = MemoryStorage()
+    store = CheckpointStore.open(inner, "run")
+    manifests = [commit(store, step) for step in range(3)]
+    quarantine(store, manifests[0].id, "it is damaged")
+    assert collect_garbage(CheckpointStore.open(Emptied(inner, "run/quarantine/"), "run")) == []
 
 
 KEYS = [f"m/{number:05d}{rest}" for number in range(2500) for rest in (".json", "/eval.json")]
