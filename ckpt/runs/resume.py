@@ -2,16 +2,13 @@
 
 import logging
 import shlex
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, StorageError
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.retry import retries_ended_by
 
 from . import verification
 from .quarantine import quarantine, why_quarantined
@@ -74,7 +71,7 @@ def choose_checkpoint(
                 on_quarantine(listed.id, str(exc))
             return None
         except StorageError as exc:
-            if not _answers(run):
+            if not run.is_served():
                 raise
             listing = shlex.join(["prefect-torch", "ls", run.storage.url, run.name])
             raise StorageError(
@@ -87,16 +84,6 @@ def choose_checkpoint(
     if chosen is None:
         _refuse_if_damaged(run, lineage, unreadable)
     return chosen
-
-
-def _answers(run: Run) -> bool:
-    """Return whether the storage answers to one request at this moment."""
-    once = threading.Event()
-    once.set()
-    with suppress(StorageError, OSError), retries_ended_by(once):
-        next(run.storage.list(run.layout.attempts), None)
-        return True
-    return False
 
 
 def _without_data(run: Run, reason: str) -> CheckpointCorruptError:

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +13,7 @@ from prefect_torch.ckpt.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     MalformedRecordError,
+    StorageError,
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
@@ -22,6 +25,7 @@ from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.storage.records import check_digest, parse
+from prefect_torch.ckpt.storage.retry import retries_ended_by
 from prefect_torch.ckpt.storage.sizes import find_size
 
 if TYPE_CHECKING:
@@ -173,10 +177,25 @@ class Run:
         try:
             return self.read(listed)
         except (CheckpointCorruptError, UnsupportedFormatError) as exc:
-            _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, self.name, exc)
-            if self.memory is not None:
-                self.memory.leave_out(listed.id)
+            self.leave_out(listed.id, exc)
             return None
+
+    def leave_out(self, checkpoint_id: str, why: Exception) -> None:
+        """Warn of a checkpoint whose manifest cannot be read, and count it as such as long as this object remembers."""
+        _logger.warning("checkpoint %s of run %r is left out: %s", checkpoint_id, self.name, why)
+        if self.memory is not None:
+            self.memory.leave_out(checkpoint_id)
+
+    def is_served(self) -> bool:
+        """Return whether the storage, asked once, lists the run's attempts and gives its first object, if there is one."""
+        once = threading.Event()
+        once.set()
+        with suppress(StorageError, OSError), retries_ended_by(once):
+            next(self.storage.list(self.layout.attempts), None)
+            with suppress(FileNotFoundError):
+                self.storage.get_bytes(self.layout.run_info)
+            return True
+        return False
 
     def committed(self, checkpoint_id: str) -> Manifest:
         """Return the manifest of `checkpoint_id` as it was committed, without attached metrics; one small read.

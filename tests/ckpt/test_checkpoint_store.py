@@ -4,8 +4,11 @@ import logging
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
+from commits import commit
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
@@ -24,8 +27,10 @@ from prefect_torch.ckpt.runs.history import (
     newest_recorded,
     read_history,
 )
+from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from ranks import Attempt, folder, read_files
+from wrapped_storage import WrappedStorage
 
 
 @pytest.fixture
@@ -482,3 +487,43 @@ def test_unpinning_one_checkpoint_leaves_the_pins_of_others(store, tmp_path):
     store.pin(second.id)
     store.unpin(first.id)
     assert store.pinned() == {second.id}
+
+
+class Refusing(WrappedStorage):
+    """Gives each of its objects but `refused`, and counts how often those were asked for."""
+
+    def __init__(self, inner, error, *refused):
+        super().__init__(inner)
+        self.error, self.refused, self.fired = error, refused, 0
+
+    def _do(self, verb, *args, **kwargs):
+        if verb == "get_bytes" and args[0] in self.refused:
+            self.fired += 1
+            raise self.error
+        return super()._do(verb, *args, **kwargs)
+
+
+@pytest.mark.parametrize("error", [PermissionError("access is refused"), StorageError("failed 9 times")])
+def test_a_manifest_that_is_refused_for_ever_ends_no_prune_and_is_not_deleted(caplog, error):
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    first, second, third = (commit(store, step, loss=-step) for step in range(3))
+    refusing = Refusing(store.storage, error, store.layout.manifest(first.id))
+    training = replace(CheckpointStore.open(refusing, "run"), memory=ManifestMemory())
+    for _ in range(2):
+        training.prune(RetentionPolicy(1))
+    assert refusing.fired == 1
+    assert store.list() == [first, third]
+    assert CheckpointStore.open(refusing, "run").list() == [third]
+    assert f"checkpoint {first.id} of run 'run' is left out: {error}" in caplog.text
+    store.verify(first, "size")
+    assert second.id not in store.ids()
+
+
+def test_a_storage_that_gives_nothing_leaves_nothing_out():
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    store.put_json(store.layout.run_info, {})
+    manifests = [commit(store, step) for step in range(5)]
+    keys = [store.layout.manifest(it.id) for it in manifests]
+    for error, refused in ((PermissionError("no"), [*keys, store.layout.run_info]), (StorageError("late"), keys[:4])):
+        with pytest.raises(type(error), match=str(error)):
+            CheckpointStore.open(Refusing(store.storage, error, *refused), "run").list()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from prefect_torch.ckpt.errors import CheckpointNotFoundError
+from prefect_torch.ckpt.errors import CheckpointNotFoundError, StorageError
 from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, read_listing, with_evaluations
 from prefect_torch.ckpt.runs.manifest import Manifest
@@ -13,6 +13,7 @@ from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from .segments import FEW, Entry, read_index
 
 _PAGE = 1000  # objects in one answer to a listing
+_MOST_SLOW = 3  # manifests that a storage cannot give, each for as long as it is waited for
 
 
 def list_manifests(run: Run) -> tuple[list[ListedCheckpoint], list[Manifest]]:
@@ -38,18 +39,24 @@ def list_manifests(run: Run) -> tuple[list[ListedCheckpoint], list[Manifest]]:
 def read_manifests(run: Run, listed: Iterable[ListedCheckpoint], index: Mapping[str, Entry] | None = None) -> list[Manifest]:
     """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning.
 
-    Many are read from the run's index, as far as it has them; the others cost a small read each.
+    Many are read from the run's index, as far as it has them; the others cost a small read each. One that the storage refuses,
+    or cannot give, while it gives others, is unreadable, too.
 
     Args:
         run: The run.
         listed: The checkpoints.
         index: The run's index, if it has just been read.
 
+    Raises:
+        StorageError: If the storage does not answer, or cannot give several of them.
+        OSError: If it refuses all that is asked for.
+
     """
     wanted = list(listed)
     indexed = _indexed(run, wanted, index)
     read = [it for it in wanted if it.evaluations or it.id not in indexed]
-    found = dict(zip((it.id for it in read), read_all(read, partial(_read, run, indexed)), strict=True))
+    slow: list[str] = []
+    found = dict(zip((it.id for it in read), read_all(read, partial(_read, run, indexed, slow)), strict=True))
     manifests = (found[it.id] if it.id in found else indexed[it.id] for it in wanted)
     return [manifest for manifest in manifests if manifest is not None]
 
@@ -69,10 +76,17 @@ def _indexed(run: Run, listed: Sequence[ListedCheckpoint], index: Mapping[str, E
     return known
 
 
-def _read(run: Run, indexed: Mapping[str, Manifest], listed: ListedCheckpoint) -> Manifest | None:
-    if (manifest := indexed.get(listed.id)) is not None:
-        return with_evaluations(run.storage, run.layout, manifest, listed.evaluations)
+def _read(run: Run, indexed: Mapping[str, Manifest], slow: list[str], listed: ListedCheckpoint) -> Manifest | None:
     try:
+        if (manifest := indexed.get(listed.id)) is not None:
+            return with_evaluations(run.storage, run.layout, manifest, listed.evaluations)
         return run.read_or_leave_out(listed)
     except CheckpointNotFoundError:  # pruned after the listing
+        return None
+    except (StorageError, OSError) as exc:
+        if isinstance(exc, StorageError):
+            slow.append(listed.id)  # its retries took minutes
+        if len(slow) > _MOST_SLOW or not run.is_served():
+            raise
+        run.leave_out(listed.id, exc)
         return None
