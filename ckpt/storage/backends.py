@@ -1,5 +1,7 @@
 """Opening of a storage from its specification; each backend is imported only when it is used."""
 
+import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -7,6 +9,7 @@ from prefect_torch.ckpt.storage.specs.location import OBJECT_STORES, URL
 
 from .protocol import Storage, StorageSpec
 
+_KEY = re.compile(r"access_key|account_key|master_key|sas|secret|password|session_token|bearer_token|^token$")
 Renew = Callable[[bytes], Mapping[str, str]]
 
 
@@ -59,4 +62,12 @@ def _open_renewable(open_with: Callable[[Mapping[str, str]], Storage], spec: Sto
             return open_with(spec.options)  # the client itself searches anew for credentials that are not in the options
         return open_with(renew(spec.credential_source))
 
-    return RetryingStorage(reopen, spec.retry, open_with(spec.options))
+    is_from_source = renew is not None and spec.credential_source is not None
+    return RetryingStorage(reopen, spec.retry, open_with(spec.options), renews=is_from_source or not _has_own_keys(spec))
+
+
+def _has_own_keys(spec: StorageSpec) -> bool:
+    """Return whether the login is in the options, or in this process's environment, where nobody renews it."""
+    given = {name.lower() for name, value in spec.options.items() if value}
+    variables = ("AWS_ACCESS_KEY_ID", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
+    return any(_KEY.search(name) for name in given) or any(os.environ.get(name) for name in variables)

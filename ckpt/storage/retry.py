@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 from prefect_torch.ckpt.errors import StorageError
 
 from .protocol import ObjectInfo, RetryPolicy, Splits, Storage, Transfer
-from .server_codes import EXPIRED
+from .server_codes import EXPIRED, UNKNOWN
 
 if TYPE_CHECKING:
     from tenacity import RetryCallState
@@ -46,12 +46,13 @@ _TRANSIENT_ERRNOS = {
 }
 # Codes, and the texts of AWS' other services and Azure; not as a part of a name, since keys may contain any words.
 _EXPIRED = re.compile(
-    rf"(?<![\w/.-])(?:{'|'.join(EXPIRED)}"
+    rf"(?<![\w/.-])(?:{'|'.join((*EXPIRED, *UNKNOWN))}"
     r"|token has expired|token is expired|token included in the request is expired"
     r"|SSO session associated with this profile has expired"
     r"|signature not valid in the specified time frame|lifetime validation failed)(?![\w/-])",
     re.IGNORECASE,
 )
+_UNKNOWN = re.compile(rf"(?<![\w/.-])(?:{'|'.join(UNKNOWN)})(?![\w/-])")
 # A transfer may take longer than the deadline before it first fails, and is still worth one more try.
 _LEAST_TRIES = 2
 _LISTED_AT_ONCE = 1000
@@ -103,12 +104,19 @@ class RetryingStorage:
         reopen: Opens the storage, reading its credentials anew.
         policy: The retry policy.
         opened: The open storage; None opens it.
+        renews: Whether its credentials have a source that somebody may renew, such as a file: those that have expired are then
+            read again until the deadline, since a job may renew them a little too late, and those that the server does not
+            know, if it knew some before. Otherwise, and at a first use, they are read again once.
 
     """
 
-    def __init__(self, reopen: Callable[[], Storage], policy: RetryPolicy, opened: Storage | None = None) -> None:
+    def __init__(
+        self, reopen: Callable[[], Storage], policy: RetryPolicy, opened: Storage | None = None, *, renews: bool = False
+    ) -> None:
         self._reopen = reopen
         self._policy = policy
+        self._renews = renews
+        self._has_answered = False
         self._storage = reopen() if opened is None else opened
         self._one_replaces = threading.Lock()
 
@@ -188,7 +196,7 @@ class RetryingStorage:
 
     def reopened(self) -> "RetryingStorage":
         """Return this storage as its backend reopens it: by another connection, and past the page cache."""
-        return RetryingStorage(self._reopen, self._policy, self._storage.reopened())
+        return RetryingStorage(self._reopen, self._policy, self._storage.reopened(), renews=self._renews)
 
     def local_path(self, key: str) -> Path | None:
         """Return the local path at which `key` can be read in place, or None."""
@@ -202,11 +210,13 @@ class RetryingStorage:
         started_s = time.monotonic()
         used = self._storage
         try:
-            return call(used)
+            result = call(used)
         except Exception as exc:
             if classify(exc) == "final":
                 raise
-            return self._retry_after(exc, call, _Call(doing, key, used, started_s))
+            result = self._retry_after(exc, call, _Call(doing, key, used, started_s))
+        self._has_answered = True
+        return result
 
     def _retry_after(self, first: Exception, call: Callable[[Storage], T], asked: "_Call") -> T:
         """Retry after the first try failed, which tenacity counts as its first."""
@@ -237,7 +247,7 @@ class RetryingStorage:
 
         def is_worth_retrying(error: BaseException) -> bool:
             kind = classify(error)
-            if kind == "credentials" and not asked.has_renewed:
+            if kind == "credentials" and (not asked.has_renewed or self._may_be_renewed(error)):
                 asked.must_renew = asked.has_renewed = True
                 return True
             return kind == "transient"
@@ -260,6 +270,9 @@ class RetryingStorage:
             retry_error_callback=give_up,
         )
         return retrying(call_newest)
+
+    def _may_be_renewed(self, refused: BaseException) -> bool:
+        return self._renews and (self._has_answered or _UNKNOWN.search(str(refused)) is None)
 
     def _replace(self, expired: Storage) -> None:
         with self._one_replaces:
@@ -289,7 +302,7 @@ class _Call:
         used: The storage that was used last.
         started_s: When it began, by a monotonic clock.
         must_renew: Whether the credentials are to be read anew before the next try.
-        has_renewed: Whether they were, or are to be: those that are refused afterwards stay so.
+        has_renewed: Whether they were, or are to be: those that are refused afterwards stay so, unless they may be renewed.
 
     """
 

@@ -30,11 +30,10 @@ PASSING = frozenset(
     }
 )
 PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and those of the server's own errors, from 500 on
-# Fresh credentials: S3's codes, STS's, and MinIO's for a token that has expired.
-EXPIRED = (
-    *("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"),
-    *("InvalidToken", "InvalidTokenId", "InvalidAccessKeyId"),
-)
+# Fresh credentials: S3's codes and STS's, of what was valid before; and of what is not known, as a key that was replaced, or
+# at MinIO a token that has expired.
+EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
+UNKNOWN = ("InvalidToken", "InvalidTokenId", "InvalidAccessKeyId")
 # Space: a quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
 FULL = frozenset({"QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 FULL_STATUS = 507

@@ -8,6 +8,7 @@ import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.storage import retry
+from prefect_torch.ckpt.storage.backends import _has_own_keys
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
@@ -172,6 +173,50 @@ def test_credentials_that_stay_expired_are_not_asked_for_for_ever(memory):
     with pytest.raises(CredentialsExpiredError):
         RetryingStorage(reopen, AT_ONCE).put_bytes("x", b"1")
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize("times", [2, 9])
+def test_credentials_with_a_source_are_read_again_until_somebody_renews_them(memory, times):
+    opened = []
+
+    def reopen():
+        opened.append(Flaky(memory, 1 if len(opened) < times else 0, CredentialsExpiredError("ExpiredToken")))
+        return opened[-1]
+
+    RetryingStorage(reopen, AT_ONCE, renews=True).put_bytes("x", b"1")
+    assert len(opened) == times + 1
+
+
+def test_keys_that_a_server_never_knew_are_told_at_once_and_others_after_the_deadline(memory):
+    unknown = CredentialsExpiredError("unknown there: InvalidAccessKeyId")
+    flaky = Flaky(memory, 10**6, unknown)
+    storage = RetryingStorage(lambda: flaky, RetryPolicy(0.05, 0, 0), renews=True)
+    with pytest.raises(CredentialsExpiredError):
+        storage.put_bytes("x", b"1")
+    assert flaky.fired == 2
+    flaky.times = flaky.fired
+    storage.put_bytes("x", b"1")
+    flaky.times = 10**6
+    with pytest.raises(StorageError, match=r"failed \d+ times in \d+ s; the last error: unknown there"):
+        storage.put_bytes("x", b"1")
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "renews"),
+    [
+        ({}, None, True),
+        ({"aws_web_identity_token_file": "/token"}, None, True),
+        ({"aws_access_key_id": "x", "aws_secret_access_key": "y"}, None, False),
+        ({"sas_key": "x"}, None, False),
+        ({}, "AWS_ACCESS_KEY_ID", False),
+    ],
+)
+def test_a_login_in_options_or_variables_is_renewed_by_nobody(monkeypatch, options, variable, renews):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "x")
+    assert _has_own_keys(StorageSpec("s3://bucket", options)) != renews
 
 
 def test_a_response_lost_after_success_is_harmless(memory, tmp_path):
