@@ -1,5 +1,7 @@
 """Any filesystem of fsspec as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
+import errno
+import os
 import re
 import socket
 import time
@@ -12,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import fsspec
-from prefect_torch.ckpt.errors import StorageError, full_storage
+from prefect_torch.ckpt.errors import CheckpointError, StorageError, full_storage
 from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
+from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .files import (
     Connections,
@@ -64,6 +66,8 @@ class FsspecStorage:
                 f"{scheme}:// cannot be a storage: {exc}. Give a local path, s3://, gs://, az://, memory://, "
                 "or the URL of another filesystem that fsspec knows"
             ) from exc
+        if scheme == "dir":  # its own error would be taken for that of a connection, and retried
+            raise ValueError("dir:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
         given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - likewise
         self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
@@ -107,7 +111,14 @@ class FsspecStorage:
             return digest_stream(source)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Store a small object."""
+        """Store a small object.
+
+        Raises:
+            OSError: EFBIG for one of more than 1 GiB, which `get_bytes` would refuse.
+
+        """
+        if len(data) > MOST_RECORD_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), f"{self._url}/{key}")
 
         def store(fs: FileSystem, target: str) -> Transfer:
             if self._can_replace:
@@ -126,9 +137,14 @@ class FsspecStorage:
             return copy_and_digest(source, target)
 
     def get_bytes(self, key: str) -> bytes:
-        """Return a small object."""
+        """Return a small object.
+
+        Raises:
+            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+
+        """
         with self._reading(key) as fs:
-            return read_whole(fs, self._path(key))
+            return read_whole(fs, self._path(key), MOST_RECORD_BYTES)
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
         """Copy the object's bytes from `start` on into `into`, and return their number."""
@@ -252,7 +268,7 @@ class FsspecStorage:
             raise FileNotFoundError(f"{where} does not exist") from exc
         except PermissionError as exc:
             raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
-        except (ValueError, TypeError, NotImplementedError, StorageError):
+        except (ValueError, TypeError, NotImplementedError, CheckpointError):
             raise
         except ImportError as exc:
             raise ValueError(f"{self._url} cannot be a storage: {exc}; install what its filesystem needs") from exc

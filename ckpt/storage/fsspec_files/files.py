@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.digest import write_all
 from prefect_torch.ckpt.storage.keys import temporary_name
 
@@ -113,16 +113,27 @@ class _Pipelined:
 
 
 @contextmanager
-def open_whole(fs: FileSystem, path: str) -> Iterator[Any]:
+def open_whole(fs: FileSystem, path: str, most: int | None = None) -> Iterator[Any]:
     """Yield a file to read from its beginning to its end.
+
+    Args:
+        fs: The filesystem.
+        path: The file.
+        most: The most bytes that it may have; None for any number.
 
     Raises:
         StorageError: If it ends before its size: some libraries take a lost connection for the end.
+        MalformedRecordError: If it has more than `most` bytes.
 
     """
     with _opened(fs, path) as file:
         if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
-            file.prefetch(max_concurrent_requests=_REQUESTS_ON_THE_WAY)
+            there = file.stat().st_size
+            _require_few(path, there, most)
+            file.prefetch(there, max_concurrent_requests=_REQUESTS_ON_THE_WAY)
+        elif most is not None:
+            known = getattr(file, "size", None)
+            _require_few(path, fs.info(path)["size"] if known is None else known, most)
         yield file
         size = getattr(file, "size", None)
         num_read: int | None = None if size is None else file.tell()
@@ -223,12 +234,23 @@ def _require_read(path: str, num_read: int, num_there: int) -> None:
         raise StorageError(f"{path}: {num_read} of {num_there} bytes came")
 
 
-def read_whole(fs: FileSystem, path: str) -> bytes:
-    """Return the content of a file."""
+def _require_few(path: str, num_there: int, most: int | None) -> None:
+    if most is not None and num_there > most:
+        raise MalformedRecordError(f"{path} has {num_there} bytes, and a record {most} at most")
+
+
+def read_whole(fs: FileSystem, path: str, most: int) -> bytes:
+    """Return the content of a small file.
+
+    Raises:
+        MalformedRecordError: If it has more than `most` bytes: nothing that is small, and it would fill the memory.
+
+    """
     if not _reads_by_opening(fs):
+        _require_few(path, fs.info(path).get("size") or 0, most)
         data: bytes = fs.cat_file(path)
         return data
-    with open_whole(fs, path) as file:
+    with open_whole(fs, path, most) as file:
         content: bytes = file.read()
         return content
 

@@ -135,7 +135,13 @@ def normalized(spec: StorageSpec) -> StorageSpec:
         raise ValueError(
             f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a directory's name"
         )
-    return replace(spec, url=f"{scheme}://{rest.rstrip('/')}")
+    rest = rest.rstrip("/")
+    if scheme in OBJECT_STORES and {"", ".", ".."} & set(names := unquote(rest).split("/")):
+        written = "/".join(name for name in names if name not in ("", ".", ".."))
+        raise ValueError(
+            f"{scheme}://{rest} has a name that is empty, '.' or '..', which a key's names cannot be: write {scheme}://{written}"
+        )
+    return replace(spec, url=f"{scheme}://{rest}")
 
 
 def _file_path(rest: str) -> str:

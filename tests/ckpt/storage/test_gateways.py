@@ -18,6 +18,7 @@ from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.object_store import backend
@@ -167,6 +168,38 @@ def test_what_is_too_large_for_a_record_is_not_read_from_a_bucket(storage, proxy
         storage.get_bytes("run/x")
     storage.put_bytes("run/x", bytes(10))
     assert storage.get_bytes("run/x") == bytes(10)
+
+
+def test_what_is_too_large_for_a_record_is_not_read_through_fsspec(monkeypatch, tmp_path):
+    storage = FsspecStorage(f"memory://{tmp_path}", {})
+    storage.put_bytes("x", bytes(11))
+    monkeypatch.setattr(fsspec_backend, "MOST_RECORD_BYTES", 10)
+    with pytest.raises(MalformedRecordError, match=r"/x has 11 bytes, and a record 10 at most"):
+        storage.get_bytes("x")
+    with pytest.raises(OSError, match="File too large"):
+        storage.put_bytes("y", bytes(11))
+    storage.put_bytes("x", bytes(10))
+    assert storage.get_bytes("x") == bytes(10)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"AWS_ENDPOINT_URL_STS": "http://127.0.0.1:1"}, "the address of AWS' STS must begin with https://"),
+        (
+            {"AWS_WEB_IDENTITY_TOKEN_FILE": "/missing"},
+            "read token file '/missing'.*; fix AWS_WEB_IDENTITY_TOKEN_FILE",
+        ),
+    ],
+)
+def test_a_login_by_web_identity_that_can_never_come_is_told_at_once(monkeypatch, tmp_path, variables, words):
+    (tmp_path / "token").write_text("token")
+    role = {"AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"), "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/x"}
+    for name, value in {**role, **variables}.items():
+        monkeypatch.setenv(name, value)
+    storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}))
+    with pytest.raises(OSError, match=f"the credentials for .* cannot be fetched: .*{words}"):
+        storage.get_bytes("x")
 
 
 def test_a_server_that_gives_one_page_for_ever_is_an_error(storage, proxy):

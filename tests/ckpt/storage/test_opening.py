@@ -195,3 +195,24 @@ def test_a_slip_in_a_block_s_type_makes_no_folder_but_one_that_exists_is_used(te
     (tmp_path / text).mkdir(parents=True)
     assert not is_block_slug(text)
     assert parse_location(text) == StorageSpec(str(tmp_path / text))
+
+
+@pytest.mark.parametrize(
+    ("url", "written"),
+    [
+        ("s3://b//x", "s3://b/x"),
+        ("s3://b/a//x/", "s3://b/a/x"),
+        ("s3://b/a/../x", "s3://b/a/x"),
+        ("gs://b/./x", "gs://b/x"),
+        ("az://c/%2e%2e/x", "az://c/x"),
+    ],
+)
+def test_a_name_in_a_url_that_no_key_can_have_is_refused_by_what_to_write(url, written):
+    """object_store refuses the first in its own words, and makes another directory of the others."""
+    with pytest.raises(ValueError, match=rf"has a name that is empty.*: write {written}$"):
+        open_storage(url)
+
+
+def test_a_wrapper_of_fsspec_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"^dir:// is fsspec's wrapper of another filesystem"):
+        open_storage("dir:///x")

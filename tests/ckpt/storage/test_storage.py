@@ -444,6 +444,7 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         def fail(*_, **__):
             raise raised
 
+        storage.put_bytes("run/x", b"1")
         monkeypatch.setattr(memory.MemoryFileSystem, "cat_file", fail)
         with pytest.raises(expected, match=words):
             storage.get_bytes("run/x")
