@@ -1,5 +1,6 @@
 """The metric history: every report of rank 0, in chunks beside the checkpoints and independent of them."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_c
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
 _COLUMNS = itemgetter("attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged")
+_logger = logging.getLogger(__name__)
 _NO_TAGS = {int, float, bool, type(None)}  # no value of these is the tag of another
 
 
@@ -87,6 +89,7 @@ class HistoryWriter:
         self._lines: list[bytes] = []  # stored lines that are not yet merged into a chunk of a thousand
         self._parts: dict[Chunk, bool] = {}  # each part, and whether it certainly exists: after an error it may exist or not
         self._replaced: list[Chunk] = []
+        self._has_told = False
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
         self._one_flush = threading.Lock()
@@ -151,7 +154,12 @@ class HistoryWriter:
         if self._is_full:
             self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
         if self._replaced:
-            self._run.storage.delete([part.key for part in self._replaced])
+            try:
+                self._run.storage.delete([part.key for part in self._replaced])
+            except PermissionError as exc:  # readers take the merged ones, so that only space is lost
+                message = "small objects of the metric history of run %r, which is stored, cannot be deleted, and stay: %s"
+                _logger.log(logging.DEBUG if self._has_told else logging.WARNING, message, self._run.name, exc)
+                self._has_told = True
             self._replaced = []
 
 

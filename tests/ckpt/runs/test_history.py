@@ -167,6 +167,18 @@ class Merging(FaultyStorage):
         return iter(listed)
 
 
+def test_a_history_without_the_right_to_delete_is_stored_and_told_once(store, small_chunks, caplog):
+    def refuse(keys):
+        raise PermissionError("access is refused")
+
+    with mock.patch.object(store.storage, "delete", refuse):
+        write(store, 20).close()
+    assert steps(store) == list(range(20))
+    assert caplog.messages == [
+        "small objects of the metric history of run 'run', which is stored, cannot be deleted, and stay: access is refused"
+    ]
+
+
 def test_whoever_reads_while_parts_are_merged_misses_none(store):
     merging = Merging(store.storage)
     merging.writer = write(store, 20)
