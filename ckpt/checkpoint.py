@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from os import PathLike, fspath
 from pathlib import Path
@@ -182,6 +182,8 @@ class Checkpoint:
     ) -> str:
         """Copy the files, verified, into a directory of the caller's and return its path.
 
+        Of a committed checkpoint, none of them is there after an error, such as that of one that is pruned meanwhile.
+
         Args:
             path: The directory, created if missing; None creates a new temporary one.
             include: Patterns of the paths to copy; see `as_directory`.
@@ -197,13 +199,14 @@ class Checkpoint:
         if self.store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
+            metadata = read_metadata(Path(self.path))
             with _made(path) as target:
                 copy_folder(self.directory, target, chosen)
         else:
             manifest, files = self._choose(self.store, include, own_files=own_files)
+            metadata = self.store.metadata(manifest)  # before the files: what is pruned afterwards is complete
             with _made(path) as target:
                 download(self.store, manifest, files, target)
-        metadata = self.get_metadata()
         if metadata:
             Checkpoint.from_directory(target).set_metadata(metadata)
         return str(target)
@@ -376,14 +379,18 @@ class Checkpoint:
 
 @contextmanager
 def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
-    """Yield the directory at `path`, or else a new one, which stays unless an error leaves the block."""
+    """Yield the directory at `path`, or else a new one; one that was made stays unless an error leaves the block."""
     target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
+    is_new = path is None or not target.exists()
     target.mkdir(parents=True, exist_ok=True)
     try:
         yield target
     except BaseException:
         if path is None:
             shutil.rmtree(target, ignore_errors=True)
+        elif is_new:
+            with suppress(OSError):  # another process uses it by now
+                target.rmdir()
         raise
 
 

@@ -25,24 +25,29 @@ _logger = logging.getLogger(__name__)
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
     """Write files of a checkpoint below `target`; return only if all equal the committed ones.
 
+    They are moved there when all are whole: after an error, nothing of the checkpoint is below `target`.
+
     Raises:
         CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
+    wanted = tuple(entries)
+    incoming = target / temporary_name()  # a report of this directory would refuse the name
 
     def fetch(entry: FileEntry) -> None:
-        path = target / check_key(entry.path)
+        path = incoming / check_key(entry.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(temporary_name())
-        try:
-            download_file(run, manifest, entry, partial)
-            partial.replace(path)
-        except BaseException:
-            partial.unlink(missing_ok=True)  # a report of this directory would refuse it
-            raise
+        download_file(run, manifest, entry, path)
 
-    for_each(entries, fetch)
+    try:
+        for_each(wanted, fetch)
+        for entry in wanted:
+            path = target / entry.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (incoming / entry.path).replace(path)
+    finally:
+        shutil.rmtree(incoming, ignore_errors=True)
 
 
 @contextmanager

@@ -242,5 +242,9 @@ def test_a_copy_that_fails_leaves_no_part_of_a_file_and_no_directory_that_it_mad
     with pytest.raises(CheckpointCorruptError):
         store.checkpoint(manifest).to_directory(None if place is None else tmp_path / place)
     assert {path for path in node.iterdir() if not path.name.startswith("prefect-torch-0")} == before
-    if place is not None:
-        assert {path.name for path in (tmp_path / place).iterdir()} <= {"a"}
+    assert place is None or not (tmp_path / place).exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a").write_text("the user's")
+    with pytest.raises(CheckpointCorruptError):
+        store.checkpoint(manifest).to_directory(tmp_path / "mine")
+    assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [("a", "the user's")]
