@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.flows.monitoring.restarted import restarted_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -76,7 +77,7 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:
         raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
-    is_here = named.store.spec.url == storage.url
+    is_here = canonical(named.store.spec.url) == canonical(storage.url)
     return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
 

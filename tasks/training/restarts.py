@@ -8,6 +8,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, FailureKind, list_
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
@@ -124,4 +125,5 @@ def _committed_attempts(store: CheckpointStore, attempts: Sequence[Attempt]) -> 
     known = {attempt_of(checkpoint_id) for checkpoint_id in store.ids()}
     known.update(record.attempt for record in read_history(store) if record.checkpoint is not None)
     restored = ((attempt.restored_id, attempt.resumed_from) for attempt in attempts)
-    return known | {attempt_of(found) for found, path in restored if found is not None and path == store.path_of(found)}
+    own = {found for found, path in restored if found is not None and canonical(path or "") == canonical(store.path_of(found))}
+    return known | set(map(attempt_of, own))

@@ -4,6 +4,7 @@ import shlex
 
 import xxhash
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageError
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -22,7 +23,7 @@ class SourcePin:
     def __init__(self, source: CheckpointRef, run: str) -> None:
         self._source = source
         self._store = CheckpointStore.open(source.storage, source.run)
-        self._token = xxhash.xxh32_hexdigest(run.encode(errors="surrogatepass"))
+        self._token = xxhash.xxh32_hexdigest(canonical(run).encode(errors="surrogatepass"))
         self._may_exist = True
 
     def set(self) -> None:

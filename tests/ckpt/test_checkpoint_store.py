@@ -215,12 +215,14 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
     first, *_ = fill(store, tmp_path, 1, 2)
     mark = store.layout.deletion("killed")
     store.put_json(mark, {"checkpoints": [first.id]})
+    store.put_json(store.layout.pins_witness("killed"), {})
     an_hour_ago_s = time.time() - 3700
     os.utime(store.storage.local_path(mark), (an_hour_ago_s, an_hour_ago_s))
     store.pin(first.id)
     assert store.pinned() == {first.id}
     collect_garbage(store)
     assert list(store.storage.list(store.layout.deletions)) == []
+    assert [first.id in key for key in store.keys(store.layout.pins)] == [True]
 
 
 def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch):

@@ -53,6 +53,15 @@ def is_bucket(url: str) -> bool:
     return match is not None and match["scheme"].lower() in OBJECT_STORES
 
 
+def canonical(location: str) -> str:
+    """Return a local path as this machine resolves it, without links and ".."; a URL as it is.
+
+    Two spellings of one location are compared by it. What is stored, shown and sent to other machines is as it was given, since
+    a link may lead elsewhere there.
+    """
+    return location if "://" in location else os.path.realpath(location)
+
+
 def refuse_password(text: str) -> None:
     """Raise ValueError if `text`, as a URL, contains a password: it would be shown wherever the URL is.
 

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import click
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
@@ -45,7 +46,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
         for each in (store, *trials):
             check_not_live(each, "copy", has_ended=ended)
     target = open_named_storage(place)
-    if target.url == store.storage.url:
+    if canonical(target.url) == canonical(store.storage.url):
         raise ValueError(f"{target.url} is the storage of the run itself: give another one")
     for each in (store, *trials):
         check_same_run(each, target)

@@ -10,6 +10,7 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable
 
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
@@ -66,6 +67,7 @@ def artifact_key(run: str, path: str) -> str:
     """Return the prefix of the keys of a run's artifacts: its name in the letters of Prefect's keys, and a digest of its path.
 
     Runs with one name in two storages have different keys, and so have runs whose names differ only in letters that no key has.
+    A run has one key, however its path is spelled.
 
     Args:
         run: The run's name.
@@ -73,7 +75,7 @@ def artifact_key(run: str, path: str) -> str:
 
     """
     plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-") or "run"
-    return f"{plain}-{sha256(path.encode()).hexdigest()[:6]}"
+    return f"{plain}-{sha256(canonical(path).encode()).hexdigest()[:6]}"
 
 
 def _find(client: SyncPrefectClient, key: str, flow_run_id: UUID) -> UUID | None:

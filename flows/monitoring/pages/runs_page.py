@@ -16,6 +16,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
@@ -82,7 +83,7 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
     rows, num_left_out = read_runs(storage)
     if not rows:
         return
-    name = storage.url.rstrip("/").rpartition("/")[2]
+    name = canonical(storage.url).rstrip("/").rpartition("/")[2]
     client.create_artifact(
         ArtifactCreate(
             key=f"{artifact_key(name, storage.url)}-runs",

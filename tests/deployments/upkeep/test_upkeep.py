@@ -127,8 +127,10 @@ def test_a_copy_refuses_another_run_of_that_name_and_its_own_storage(local, comm
         1,
         f"prefect-torch: {tmp_path}/other/run is another run: give another storage, or delete it first\n",
     )
-    code, _, err = command("copy", local, "run", local)
-    assert (code, "is the storage of the run itself" in err) == (1, True)
+    (tmp_path / "link").symlink_to(local)
+    for itself in (local, tmp_path / "link"):
+        code, _, err = command("copy", local, "run", itself)
+        assert (code, "is the storage of the run itself" in err) == (1, True)
 
 
 @pytest.mark.parametrize("verb", ["copy", "delete"])

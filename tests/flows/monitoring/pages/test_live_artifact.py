@@ -64,6 +64,13 @@ def test_no_two_runs_have_the_same_key():
     assert len({artifact_key(run, f"{storage}/{run}") for run in runs for storage in ("/a", "s3://b/c")}) == 12
 
 
+def test_a_run_has_one_key_by_whatever_link_it_is_found(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    spellings = ("real", "link", "link/../real", "real/.")
+    assert len({artifact_key("run", f"{tmp_path}/{spelling}/run") for spelling in spellings}) == 1
+
+
 def test_half_an_emoji_in_a_metric_name_is_shown_escaped():
     class Client:
         def create_artifact(self, artifact):
