@@ -1,6 +1,7 @@
 """Abandoned multipart uploads to S3: their parts take space that no listing of objects shows."""
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 from obstore.store import S3Store
 
+_TRUE = ("1", "true", "on", "yes", "y")  # as object_store reads it
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()  # the prefixes for which this process has said so: a training prunes again and again
 
@@ -41,23 +43,33 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
 
 
 def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int:
-    aborted = 0
-    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below):
+    aborted, payer = 0, _payer(store)
+    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=store.config.get("bucket"), Prefix=below, **payer)
+    for page in pages:
         date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # RFC 9110, 6.6.1: a server without a clock sends none
         now = datetime.now(timezone.utc) if date is None else parsedate_to_datetime(date)
         for upload in page.get("Uploads", []):
-            if upload["Initiated"] <= now - age and _newest_part(client, page["Bucket"], upload) <= now - age:
+            if upload["Initiated"] <= now - age and _newest_part(client, page["Bucket"], upload, payer) <= now - age:
                 with suppress(client.exceptions.NoSuchUpload):  # it was completed, or aborted by another process
-                    client.abort_multipart_upload(Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"])
+                    client.abort_multipart_upload(
+                        Bucket=page["Bucket"], Key=upload["Key"], UploadId=upload["UploadId"], **payer
+                    )
                     aborted += 1
     return aborted
 
 
-def _newest_part(client: Any, bucket: str, upload: Mapping[str, Any]) -> datetime:
+def _payer(store: S3Store) -> dict[str, str]:
+    """Return what a bucket demands whose requester pays, where object_store is told to send it."""
+    pays = dict(store.config).get("request_payer") or os.environ.get("AWS_REQUEST_PAYER", "")
+    return {"RequestPayer": "requester"} if str(pays).lower() in _TRUE else {}
+
+
+def _newest_part(client: Any, bucket: str, upload: Mapping[str, Any], payer: Mapping[str, str]) -> datetime:
     """Return when the newest part was stored; if there is none, or a server or a policy does not list them, when it began."""
     import botocore.exceptions  # noqa: PLC0415 - takes a while to import
 
-    pages = client.get_paginator("list_parts").paginate(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+    asked = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"], **payer}
+    pages = client.get_paginator("list_parts").paginate(**asked)
     began: datetime = upload["Initiated"]
     try:
         return max((part["LastModified"] for page in pages for part in page.get("Parts", [])), default=began)

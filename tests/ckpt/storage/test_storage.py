@@ -848,6 +848,17 @@ def test_that_uploads_cannot_be_aborted_is_told_once(caplog):
     assert caplog.text.count("cannot be aborted, and are left to the bucket's lifecycle rule: ") == len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("options", "variable"), [({"aws_request_payer": "true"}, "false"), ({}, "true")])
+def test_uploads_to_a_bucket_whose_requester_pays_are_found(monkeypatch, options, variable):
+    asked = []
+    paginator = SimpleNamespace(paginate=lambda **given: asked.append(given) or [])
+    client = SimpleNamespace(exceptions=SimpleNamespace(NoSuchUpload=KeyError), get_paginator=lambda _: paginator)
+    monkeypatch.setattr(multipart_uploads, "_client", lambda *_: client)
+    monkeypatch.setenv("AWS_REQUEST_PAYER", variable)
+    ObstoreStorage("s3://bucket", {**options, "aws_skip_signature": "true"}).remove_interrupted("run/", 0.0)
+    assert asked == [{"Bucket": "bucket", "Prefix": "run/", "RequestPayer": "requester"}]
+
+
 def test_uploads_are_aborted_with_the_credentials_that_a_file_holds_by_now(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
