@@ -44,7 +44,8 @@ class CheckpointStore(Run):
 
         Up to 32 reads run concurrently. Of a training that keeps many checkpoints, they are read from an index, some thousands
         with each request.
-        A checkpoint that is damaged, or that a newer version committed, is left out with a warning.
+        A checkpoint that is damaged, that a newer version committed, or whose manifest alone the storage refuses, is left out
+        with a warning.
         """
         return list_manifests(self)[1]
 
