@@ -530,7 +530,7 @@ def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
     target = tmp_path / "target"
     command = [sys.executable, "-c", textwrap.dedent(program), "pull", local, "run", str(target)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not (target.exists() and list(target.glob(".prefect-torch-pull-*/same"))):
+    while not (target.exists() and list(target.glob(".prefect-torch-pull-*/*/same"))):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

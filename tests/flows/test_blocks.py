@@ -170,7 +170,7 @@ def test_credentials_that_cannot_be_read_anew_now_are_read_anew_later():
         storage = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(0, 0, 0), b"source"), renew)
         with pytest.raises(StorageError, match=r"storing s3://bucket/x .*cannot be read anew: Prefect's API is away"):
             storage.put_bytes("x", b"1")
-        with pytest.raises(PermissionError, match="the credentials for s3://bucket/x have expired"):
+        with pytest.raises(StorageError, match="the credentials for s3://bucket/x have expired"):
             storage.put_bytes("x", b"1")
         patient = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(30, 0, 0), b"source"), renew)
         patient.put_bytes("x", b"1")
