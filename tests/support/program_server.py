@@ -22,6 +22,7 @@ import re
 import runpy
 import signal
 import socket
+import sqlite3
 import struct
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -95,6 +97,7 @@ def _prepare_and_serve(control: socket.socket) -> dict | None:
 
     # At the end of a flow, Prefect would wait until the thread that sends its heartbeats wakes up, for up to a second.
     sys.modules["prefect.flow_engine"]._send_heartbeats.__wrapped__.__defaults__ = (False,)
+    _have_refused_writes_repeated_soon(sys.modules["prefect.server.api.server"])
     fork_server.import_for_ranks()
     if fork_server.find_danger() is not None or not _set_shown(sys.orig_argv, dict(os.environ)):
         return None
@@ -105,6 +108,22 @@ def _prepare_and_serve(control: socket.socket) -> dict | None:
     _have_huge_pages()
     control.sendall(b"r")
     return _serve(control)
+
+
+def _have_refused_writes_repeated_soon(server: ModuleType) -> None:
+    """Let Prefect's server say when to ask again where SQLite refuses a write: its clients wait for two seconds otherwise.
+
+    It does so at once, and often, where a transaction has read before it writes, and another one has written meanwhile.
+    """
+    answer_error = server.custom_internal_exception_handler
+
+    async def answer(request: object, error: Exception) -> object:
+        response = await answer_error(request, error)
+        if response.status_code == 503 and isinstance(getattr(error, "orig", None), sqlite3.OperationalError):
+            response.headers["Retry-After"] = "0.3"
+        return response
+
+    server.custom_internal_exception_handler = answer
 
 
 def _have_huge_pages() -> None:
