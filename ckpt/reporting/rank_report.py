@@ -115,6 +115,12 @@ def _identity_of(directory: Path) -> str:
     return f"{kernel_id()} {status.st_dev} {status.st_ino}"
 
 
+def _appearance_of(directory: Path) -> tuple[int, int, int]:
+    """Return what another directory does not have in common with this one, nor this one once something is put into it."""
+    status = directory.stat()
+    return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
 class ReportPreparation:
     """The preparation of one rank's reports: whatever is wrong with a report is found here, before anything is stored.
 
@@ -134,6 +140,15 @@ class ReportPreparation:
         self._score_attribute = score_attribute
         self._lent = lent
         self._saver: StateSaver | None = None
+        self._emptied: tuple[int, int, int] | None = (
+            None  # identifies the last directory whose files were moved away, as it was then
+        )
+
+    def remember_emptied(self, report: Report) -> None:
+        """Remember that the files of a report have been moved out of its directory."""
+        if report.directory is not None and report.files:
+            with suppress(OSError):  # the user has deleted it
+                self._emptied = _appearance_of(report.directory)
 
     def prepare(self, given: ReportArguments, cleanup: ExitStack, *, following: int, newest: int) -> Report:
         """Return the report with `given` arguments.
@@ -164,6 +179,11 @@ class ReportPreparation:
             spare_memory.release()  # this training stores what it wrote itself
         directory = self._directory(given.checkpoint, cleanup)
         files = () if directory is None else tuple(scan_files(directory))
+        if directory is not None and not files and _appearance_of(directory) == self._emptied:
+            raise ValueError(
+                f"{directory} is empty, since the last report has moved its files away: write those of this checkpoint into "
+                "it; a report with upload='sync' leaves them in a directory of your own"
+            )
         return Report(
             given.started_s,
             step,

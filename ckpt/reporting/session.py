@@ -151,6 +151,9 @@ class RankSession:
             except CheckpointError:
                 self._rounds.has_last_checkpoint = False  # it failed, so the next one is stored
                 raise
+            finally:
+                if staged.owns_directory:
+                    self._preparation.remember_emptied(report)
         if agreement.ends_training:
             raise SystemExit
 

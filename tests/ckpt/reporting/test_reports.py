@@ -53,6 +53,26 @@ def test_files_of_all_ranks_become_one_checkpoint(store, tmp_path):
     assert (manifest.world_size, manifest.attempt, manifest.step) == (3, 1, 0)
 
 
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_a_directory_whose_files_were_moved_away_is_no_empty_checkpoint(store, tmp_path, upload):
+    def train(session, rank):
+        with session.lent.lend() as lent:
+            directory = lent if upload == "sync" else tmp_path / str(rank)
+            checkpoint = folder(directory, **{f"m{rank}": "first"})
+            session.report({}, checkpoint, upload=upload)
+            with pytest.raises(ValueError, match="is empty, since the last report has moved its files away"):
+                session.report({}, checkpoint, upload=upload)
+
+    def train_on(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "second"}), upload=upload)
+        (tmp_path / str(rank) / "new").mkdir()
+        session.report({}, Checkpoint.from_directory(tmp_path / str(rank)), upload="sync")  # touched since: it is meant
+
+    assert Attempt(store, 1).run(train) == [None]
+    assert Attempt(store, 1).run(train_on) == [None]
+    assert len(store.list()) == 3
+
+
 @pytest.mark.parametrize("reporter", [0, 1])
 def test_one_rank_may_bring_all_files(store, tmp_path, reporter):
     def train(session, rank):
