@@ -16,6 +16,7 @@ from .space import Choice, Constant, Integer, Nested, Node, Real, has_domains, p
 
 Domain: TypeAlias = dict[str, Any]
 _PRIMITIVE = (str, int, float, bool)
+_CONFIG_OF_RAY = "train_loop_config"
 
 
 def uniform(low: float, high: float, step: float | None = None) -> Domain:
@@ -97,6 +98,10 @@ def _parse(value: Any, place: str) -> Node:
     if isinstance(value, Mapping):
         if value.keys() == {"grid_search"}:
             raise ValueError(f"space{place} is a grid as Ray Tune has it: give grid({value['grid_search']!r})")
+        if not place and isinstance(value.get(_CONFIG_OF_RAY), Mapping):
+            raise ValueError(
+                f"space has a {_CONFIG_OF_RAY!r}, as Ray Tune's for a TorchTrainer: give what is in it as the space"
+            )
         for key in value:
             if not isinstance(key, str) or not key:
                 raise ValueError(f"space{place} has the key {key!r}: keys are texts")

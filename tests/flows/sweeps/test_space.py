@@ -33,6 +33,10 @@ WRONG = [
     ({"a[0]": {"b": uniform(0, 1)}, "a": choice([{"b": randint(0, 9)}])}, r"space has two parameters called 'a\[0\]/b'"),
     (uniform(0, 1), "space is a uniform itself: give it a name"),
     ({"optimizer": {"kind": "adam"}, "lr": uniform(0, 1)}, "a dict that is no domain needs another key than 'kind'"),
+    (
+        {"train_loop_config": {"lr": uniform(0, 1)}},
+        "space has a 'train_loop_config', as Ray Tune's for a TorchTrainer: give what",
+    ),
     ({"lr": {"grid_search": [1, 2]}, "b": uniform(0, 1)}, r"space\['lr'\] is a grid as Ray Tune has it: give grid\(\[1, 2\]\)"),
     ({"optimizer": choice("adam")}, r"space\['optimizer'\]: values='adam' is no list"),
     ({"optimizer": grid({"adam": 1})}, r"values=\{'adam': 1\} is no list"),
