@@ -29,6 +29,7 @@ from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.liveness import is_cancellation
 
 from .monitoring.messages import current_flow_run
 
@@ -121,7 +122,7 @@ class _Cancellation:
         with get_client(sync_client=True) as client:
             self._ids = self._ids or _with_those_above(client, self._this)
             found = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=self._ids)))
-        self._cancelled = [it.id for it in found if it.state and (it.state.is_cancelling() or it.state.is_cancelled())]
+        self._cancelled = [it.id for it in found if is_cancellation(it.state)]
         return self._cause if self._cancelled else None
 
     @contextmanager
@@ -201,7 +202,7 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
     state = client.read_flow_run(this.id).state
     if state is not None and state.is_paused() and state.state_details.pause_reschedule:
         return Interruption(SUSPENDED)
-    if state is not None and (state.is_cancelling() or state.is_cancelled()):
+    if is_cancellation(state):
         return TerminationSignal(signal.SIGTERM)
     urgent = _find_urgent(client, this) if yields_to_urgent else None
     return None if urgent is None else Interruption(f"{GAVE_WAY} to the more urgent flow run {urgent.name!r}", yields=True)

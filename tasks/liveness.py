@@ -5,11 +5,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
@@ -72,6 +73,11 @@ def is_being_cancelled(flow_run_id: str) -> bool:
             state = client.read_flow_run(UUID(flow_run_id)).state
         except (httpx.HTTPError, ObjectNotFound):
             return False
+    return is_cancellation(state)
+
+
+def is_cancellation(state: State[Any] | None) -> bool:
+    """Return whether a flow run in that state is being cancelled, or has been."""
     return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 

@@ -140,9 +140,7 @@ class ReportPreparation:
         self._score_attribute = score_attribute
         self._lent = lent
         self._saver: StateSaver | None = None
-        self._emptied: tuple[int, int, int] | None = (
-            None  # identifies the last directory whose files were moved away, as it was then
-        )
+        self._emptied: tuple[int, int, int] | None = None  # the last directory whose files were moved away, as it was then
 
     def remember_emptied(self, report: Report) -> None:
         """Remember that the files of a report have been moved out of its directory."""

@@ -10,12 +10,12 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.parallel import for_each
 
 from .plain_result import encode_result
 from .rendezvous import Address
@@ -87,9 +87,8 @@ def _reach(address: Address) -> str | None:
 
 def _unreached(machines: Mapping[str, Address]) -> dict[str, str]:
     """Return why machines are out of reach, by the names of those that are."""
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
-        reasons = dict(zip(machines, threads.map(_reach, machines.values()), strict=True))
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+    reasons = for_each(machines.values(), _reach, _MOST_AT_ONCE)
+    return {name: reason for name, reason in zip(machines, reasons, strict=True) if reason is not None}
 
 
 def _look(order: InspectionOrder) -> str | None:

@@ -1,5 +1,6 @@
 import threading
 
+import pytest
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting.exchange import peers
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
@@ -8,7 +9,9 @@ from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from ranks import Attempt
 
 
-def test_a_rank_that_is_waited_for_is_named(tmp_path, monkeypatch):
+@pytest.fixture
+def warnings(monkeypatch) -> tuple[list[str], threading.Event]:
+    """The warnings of ranks that wait, which come after a tenth of a second, and whether there is one."""
     lines, told = [], threading.Event()
 
     def record(*arguments):
@@ -17,6 +20,11 @@ def test_a_rank_that_is_waited_for_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "_SILENT_S", 0.1)
     monkeypatch.setattr(peers._logger, "warning", record)
+    return lines, told
+
+
+def test_a_rank_that_is_waited_for_is_named(tmp_path, warnings):
+    lines, told = warnings
 
     def train_fn(session, rank):
         if rank == 1:
@@ -27,15 +35,8 @@ def test_a_rank_that_is_waited_for_is_named(tmp_path, monkeypatch):
     assert "rank 0 has waited 0.1 s in report 1 for rank 1, and goes on" in lines[0]
 
 
-def test_the_first_rank_that_returned_names_those_that_have_not(tmp_path, monkeypatch):
-    lines, told = [], threading.Event()
-
-    def record(*arguments):
-        lines.append(arguments[0] % arguments[1:])
-        told.set()
-
-    monkeypatch.setattr(peers, "_SILENT_S", 0.1)
-    monkeypatch.setattr(peers._logger, "warning", record)
+def test_the_first_rank_that_returned_names_those_that_have_not(tmp_path, warnings):
+    lines, told = warnings
 
     def train_fn(session, rank):
         session.report({})
