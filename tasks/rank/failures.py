@@ -111,6 +111,8 @@ def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKin
     """
     if returncode == -signal.SIGTERM:
         return "preemption"
+    if returncode == 0:  # neither a kernel nor a crash leaves that, but code, which does it again
+        return "user"
     return "out_of_memory" if oom_killed and returncode in (None, -signal.SIGKILL) else "infrastructure"
 
 
@@ -126,6 +128,8 @@ def hint_at_death(returncode: int | None, *, oom_killed: bool | None) -> str:
         return "; the kernel has killed for lack of memory meanwhile, so the machine, or its container, has too little"
     if returncode == -signal.SIGKILL and oom_killed is None:
         return "; if nobody sent it, the machine ran out of memory"
+    if returncode == 0:
+        return "; os._exit(), or the exit() of a library, ends a rank before its result is known: let the function return"
     if returncode == -signal.SIGABRT:
         return "; the lines above say why, such as NCCL's, which aborts a process whose collective timed out"
     if returncode == -signal.SIGBUS:

@@ -132,6 +132,7 @@ def test_a_gpus_memory_that_others_hold_says_nothing_about_the_function():
         (-signal.SIGBUS, False, "/dev/shm"),
         (-signal.SIGKILL, True, "the kernel has killed for lack of memory"),
         (-signal.SIGKILL, None, "the machine ran out of memory"),
+        (0, None, "os._exit()"),
     ],
 )
 def test_a_death_is_explained(returncode, oom_killed, hint):
@@ -167,6 +168,7 @@ def test_a_data_loaders_worker_that_the_kernel_killed_ran_out_of_memory():
         (None, False, "infrastructure"),
         (-signal.SIGSEGV, True, "infrastructure"),
         (7, True, "infrastructure"),
+        (0, False, "user"),
         (-signal.SIGTERM, True, "preemption"),
     ],
 )
