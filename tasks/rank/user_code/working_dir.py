@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from prefect_torch.ckpt import CheckpointCorruptError, StorageSpec
+from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.files.cache import downloaded
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.run import Run
@@ -71,13 +72,15 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
 
     Raises:
         CheckpointCorruptError: If the stored archive is another one.
+        OSError: Without room for it below TMPDIR, which the error names.
 
     """
     stored = Run.open(storage, run)
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
     def download(_: str, path: Path) -> None:
-        got = stored.storage.get_file(stored.layout.code(directory.digest, directory.evaluation), path)
+        with _full_disk_explained(path):
+            got = stored.storage.get_file(stored.layout.code(directory.digest, directory.evaluation), path)
         if (got.bytes, got.digest) != (directory.bytes, directory.digest):
             raise CheckpointCorruptError(f"the archive of working_dir in {stored.path} is not what was stored")
 
@@ -85,7 +88,8 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
         target = files.parent / "unpacked"
         with FileLock(files.parent / "unpacked.lock", thread_local=False):
             if not target.exists():
-                _unpack(files / _ARCHIVE, files.parent / "unpacking")
+                with _full_disk_explained(target):
+                    _unpack(files / _ARCHIVE, files.parent / "unpacking")
                 (files.parent / "unpacking").rename(target)
         yield target
 
@@ -112,6 +116,18 @@ def within(function: PackedFunction, root: str, copy: Path) -> PackedFunction:
         sys_path=tuple(dict.fromkeys([str(copy), *map(moved, function.sys_path)])),
         cwd=str(copy) if cwd == function.cwd else cwd,
     )
+
+
+@contextmanager
+def _full_disk_explained(path: Path) -> Iterator[None]:
+    """Say in the error of a full disk what is written where: that of a write names neither."""
+    try:
+        yield
+    except OSError as exc:
+        if not is_of_full_disk(exc):
+            raise
+        text = f"{os.strerror(exc.errno or 0)} for the machine's copy of working_dir: free some, or set TMPDIR to another disk"
+        raise OSError(exc.errno, text, str(path)) from exc
 
 
 def _unpack(archive: Path, target: Path) -> None:

@@ -1,8 +1,10 @@
 """The user's working directory: packed by the leader, unpacked by the ranks of a machine."""
 
+import errno
 import os
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prefect_torch.ckpt import StorageSpec
@@ -94,6 +96,22 @@ def test_a_machine_unpacks_once_as_long_as_a_rank_is_there(project, spec, monkey
         assert (copy / "train.py").exists()
     assert len(got) == 1
     assert not copy.exists()
+
+
+@pytest.mark.parametrize(
+    "write", ["shutil.copyfileobj", "prefect_torch.ckpt.storage.local_files.storage.LocalStorage.get_file"]
+)
+def test_a_full_disk_of_the_machine_is_told_with_its_place(project, spec, monkeypatch, write):
+    packed = pack_directory(str(project), spec.url)
+    packed.store(Run.open(spec, "run"))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write says it
+    monkeypatch.setattr(write, Mock(side_effect=full))
+    with (
+        pytest.raises(OSError, match=r"copy of working_dir: free some, or set TMPDIR .*/cache/") as caught,
+        unpacked(packed.stored, spec, "run"),
+    ):
+        pass
+    assert caught.value.errno == errno.ENOSPC
 
 
 def test_a_directory_that_is_too_large_is_refused_with_its_largest_entries(project, monkeypatch):
