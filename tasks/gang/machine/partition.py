@@ -14,10 +14,14 @@ _ASLEEP_S = 5.0  # a longer time between two looks means that this process was s
 
 
 def watch_each_other(machines: Sequence[RemoteMachine]) -> None:
-    """Have each machine watch those that follow it: the ranks of a ring of collectives are connected to these."""
+    """Have each machine watch those that follow it, to which a ring of collectives is connected, and some farther away.
+
+    Those are 16, 32, 64, … places away: racks that lose each other are noticed whatever is between them.
+    """
     for number, machine in enumerate(machines):
-        following = [*machines[number + 1 :], *machines[:number]][:_NUM_NEIGHBOURS]
-        machine.watch(following)
+        following = [*machines[number + 1 :], *machines[:number]]
+        near, far = following[:_NUM_NEIGHBOURS], range(_NUM_NEIGHBOURS + 1, len(machines) // 2 + 1)
+        machine.watch([*near, *(following[place - 1] for place in far if place.bit_count() == 1)])
 
 
 def parted_from_others(machines: Sequence[RemoteMachine]) -> set[str]:

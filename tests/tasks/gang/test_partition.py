@@ -2,7 +2,9 @@
 
 import socket
 import threading
+from itertools import combinations
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from prefect_servers import wait_until
@@ -143,3 +145,14 @@ def test_machines_are_told_which_ones_follow_them_and_tell_which_they_lost():
     wait_until(lambda: lease[0].unreached == {"b"}, "it is told")
     for link in links:
         link.is_over.set()
+
+
+def test_every_two_of_seventeen_machines_watch_each_other_and_racks_of_many():
+    def watched(count):
+        lease = [SimpleNamespace(watch=Mock()) for _ in range(count)]
+        watch_each_other(lease)
+        return {frozenset((one, lease.index(it))) for one in range(count) for it in lease[one].watch.call_args.args[0]}
+
+    assert watched(17) == {frozenset(pair) for pair in combinations(range(17), 2)}
+    racks = {(one // 16, other // 16) for one, other in map(sorted, watched(64))}
+    assert racks == {(one, other) for one in range(4) for other in range(one, 4)}
