@@ -150,7 +150,7 @@ class CheckpointStore(Run):
     def pin(self, checkpoint_id: str, token: str | None = None) -> None:
         """Keep `checkpoint_id` until it is unpinned, despite any retention policy and any concurrent prune.
 
-        Costs three requests; while a prune is under way, two more and a small read.
+        Costs five requests; while a prune is under way, a small read more.
 
         Args:
             checkpoint_id: The checkpoint.
@@ -159,6 +159,7 @@ class CheckpointStore(Run):
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
             CheckpointCorruptError: If its manifest is damaged.
+            StorageError: If listings do not show whether a prune is under way.
 
         """
         if not is_id(checkpoint_id):
@@ -166,13 +167,13 @@ class CheckpointStore(Run):
         key = self.layout.pin(checkpoint_id, token or secrets.token_hex(4))  # of its own: to withdraw it removes no other pin
         self.put_json(key, {"pinned_at": utc_now()})
         try:
-            self._check_stays(checkpoint_id, key)
+            self._check_stays(checkpoint_id)
         except BaseException:
             self.storage.delete([key])
             raise
 
-    def _check_stays(self, checkpoint_id: str, pin: str) -> None:
-        if is_marked(self, checkpoint_id, witness=pin):
+    def _check_stays(self, checkpoint_id: str) -> None:
+        if is_marked(self, checkpoint_id):
             raise CheckpointNotFoundError(
                 f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} is being pruned at this moment: pin "
                 "another one, or this one again if it is still there in a minute"

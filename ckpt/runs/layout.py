@@ -21,6 +21,7 @@
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
+<run>/deletions/pin.<token>.json     no mark: shows a pin that a listing is one of marks; exists for a moment
 """
 
 import re
@@ -174,6 +175,9 @@ class Layout:
 
     def deletion(self, token: str) -> str:
         return f"{self.deletions}{token}.json"
+
+    def deletions_witness(self, token: str) -> str:
+        return f"{self.deletions}pin.{token}.json"
 
     @property
     def index(self) -> str:

@@ -70,15 +70,15 @@ def _commit_again(run: Run, checkpoint_id: str, data: bytes) -> Manifest:
     manifest_key = run.layout.manifest(checkpoint_id)
     run.storage.put_bytes(manifest_key, data)
     try:
-        _check_stays(run, manifest, manifest_key)
+        _check_stays(run, manifest)
     except BaseException:
         run.storage.delete([manifest_key])
         raise
     return manifest
 
 
-def _check_stays(run: Run, manifest: Manifest, manifest_key: str) -> None:
-    if is_marked(run, manifest.id, witness=manifest_key):
+def _check_stays(run: Run, manifest: Manifest) -> None:
+    if is_marked(run, manifest.id):
         raise CheckpointCorruptError("its time in quarantine is over, and its data are being removed")
     verify_uncommitted(run, manifest, "size")  # last: a deletion that has removed its mark before has removed the data
 

@@ -3,20 +3,20 @@
 The deleting process writes a mark, then looks for anything that forbids the deletion (a pin, a manifest), and then deletes.
 The forbidding process writes its pin or manifest, then looks for a mark, then checks that everything is still there. In any
 order, one of the two sees the other and gives way. No conditional write is needed, which some storages do not offer
-(https://en.wikipedia.org/wiki/Dekker%27s_algorithm). Beside the pins lies an object of the deletion's own: a listing of pins
-that does not show it is none, but what a gateway answers in the storage's place, or a listing that lags behind.
+(https://en.wikipedia.org/wiki/Dekker%27s_algorithm). Each of the two puts an object of its own beside what it then lists: a
+listing that does not show it is none, but what a gateway answers in the storage's place, or a listing that lags behind.
 """
 
 import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
-from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
@@ -62,18 +62,9 @@ class DeletionMark:
 
         """
         assert self._token is not None
-        layout, witness = self._run.layout, self._run.layout.pins_witness(self._token)
-
-        def list_pins(storage: Storage) -> frozenset[str]:
-            keys = {info.key for info in storage.list(layout.pins) if is_key(info.key)}
-            if witness not in keys:
-                raise StorageError(
-                    f"{storage.url} does not list {witness}, which was put just before: something before the storage answers "
-                    "listings in its place, or they lag behind, so that pinned checkpoints cannot be told from others"
-                )
-            return pinned_among(keys)
-
-        return self._run.ask("listing", layout.pins, list_pins)
+        layout = self._run.layout
+        listed = _list_with(self._run, layout.pins, layout.pins_witness(self._token), "pinned checkpoints")
+        return pinned_among(info.key for info in listed)
 
     def remove(self) -> None:
         """Remove the mark: the deletion is complete, or will not happen."""
@@ -95,22 +86,40 @@ def marked(run: Run, ids: Iterable[str]) -> Iterator[DeletionMark]:
     mark.remove()
 
 
-def is_marked(run: Run, checkpoint_id: str, witness: str) -> bool:
-    """Return whether another process is about to delete `checkpoint_id`; one listing, and a small read per current deletion.
+def is_marked(run: Run, checkpoint_id: str) -> bool:
+    """Return whether another process is about to delete `checkpoint_id`; costs a put, a listing, and a deletion.
 
-    Args:
-        run: The run.
-        checkpoint_id: The checkpoint.
-        witness: The key of an object that the caller has just put; its modification time gives the storage's clock.
+    What it has put shows that the listing is one, and the storage's clock. Each current deletion costs a small read more.
+
+    Raises:
+        StorageError: If listings of marks do not show what was put beside them, as long as the storage is waited for.
 
     """
-    marks = [info for info in run.storage.list(run.layout.deletions) if is_key(info.key)]
-    if not marks:
-        return False
-    folder = f"{witness.rpartition('/')[0]}/"
-    now_s = next((info.modified_s for info in run.storage.list(folder) if info.key == witness), 0.0)
-    fresh = (info.key for info in marks if info.modified_s > now_s - STALE_S)
+    witness = run.layout.deletions_witness(secrets.token_hex(8))
+    run.put_json(witness, {"checkpoints": []})  # older versions take it for a mark, of no checkpoint
+    try:
+        listed = _list_with(run, run.layout.deletions, witness, "checkpoints that a prune deletes")
+    finally:
+        with suppress(StorageError, OSError):  # garbage collection removes it as it does the mark of a killed process
+            run.storage.delete([witness])
+    now_s = next(info.modified_s for info in listed if info.key == witness)
+    fresh = (info.key for info in listed if info.modified_s > now_s - STALE_S and stem(info.key) != stem(witness))
     return any(checkpoint_id in _ids_at(run, key, {checkpoint_id}) for key in fresh)
+
+
+def _list_with(run: Run, prefix: str, witness: str, what: str) -> list[ObjectInfo]:
+    """Return the objects below `prefix`, by a listing that shows `witness`, which was put just before."""
+
+    def list_once(storage: Storage) -> list[ObjectInfo]:
+        listed = [info for info in storage.list(prefix) if is_key(info.key)]
+        if witness not in {info.key for info in listed}:
+            raise StorageError(
+                f"{storage.url} does not list {witness}, which was put just before: something before the storage answers "
+                f"listings in its place, or they lag behind, so that {what} cannot be told from others"
+            )
+        return listed
+
+    return run.ask("listing", prefix, list_once)
 
 
 def remove_stale_marks(run: Run, now_s: float) -> None:

@@ -8,7 +8,7 @@ from commits import commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from odd_listings import Emptied, FailingListings, Server, Shuffled, Stale, info_of
-from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
@@ -16,6 +16,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.limits import prune_limits
+from prefect_torch.ckpt.runs.deletion.marks import marked
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
@@ -148,6 +149,25 @@ def test_a_prune_waits_for_the_listing_of_pins():
     assert gateway.prune(RetentionPolicy(1)).drop == (manifests[1],)
     assert emptied.left == 0
     assert [info.key for info in inner.list("run/pins/")] == [it for it in store.keys("run/pins/") if manifests[0].id in it]
+
+
+def test_a_pin_beside_a_prune_waits_for_the_listing_of_marks():
+    inner = MemoryStorage()
+    store = CheckpointStore.open(inner, "run")
+    manifest = commit(store, 1)
+    with marked(store, [manifest.id]) as mark:
+        mark.renew()
+        assert not mark.pinned()  # from now on, the prune may delete
+        emptied = Emptied(inner, "run/deletions/", times=5)
+        gateway = CheckpointStore.open(RetryingStorage(lambda: emptied, RetryPolicy(60.0, 0.0, 0.0)), "run")
+        with pytest.raises(CheckpointNotFoundError, match="is being pruned at this moment"):
+            gateway.pin(manifest.id)
+        assert emptied.left == 0
+    with pytest.raises(StorageError, match=r"does not list run/deletions/pin\.[0-9a-f]{16}\.json"):
+        CheckpointStore.open(Emptied(inner, "run/deletions/"), "run").pin(manifest.id)
+    assert store.pinned() == frozenset()
+    store.pin(manifest.id)
+    assert not store.keys("run/deletions/")
 
 
 def test_a_prune_by_another_process_is_limited_though_no_claim_is_listed():
