@@ -302,6 +302,8 @@ class Checkpoint:
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
 
+        Only what is committed has a digest, by which a later change of the stored bytes is seen.
+
         Raises:
             ValueError: If JSON cannot represent it.
             CheckpointNotFoundError: If the checkpoint was pruned.

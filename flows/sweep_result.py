@@ -13,7 +13,7 @@ from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
-from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, read_definition
+from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, require_definition
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
 
@@ -187,16 +187,13 @@ class SweepResult:
 
         Raises:
             FileNotFoundError: If there is no such sweep.
+            MalformedRecordError: If what it searches cannot be read.
             JournalDamagedError: If its journal is damaged, unless `partial`.
 
         """
         run = Run.open(storage, name)
-        definition = read_definition(run)
-        if definition is None:
-            raise FileNotFoundError(f"there is no sweep {name!r} in {run.storage.url}")
-        if not partial:
-            return cls.of(run, definition, read_trials(run))
-        trials, lost = read_known_trials(run)
+        definition = require_definition(run)
+        trials, lost = read_known_trials(run) if partial else (read_trials(run), None)
         if lost is not None:
             _logger.warning("%s", lost)
         return cls.of(run, definition, trials)

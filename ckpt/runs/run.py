@@ -3,7 +3,7 @@
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -24,7 +24,7 @@ from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
-from prefect_torch.ckpt.storage.records import check_digest, parse
+from prefect_torch.ckpt.storage.records import check_digest, parse, with_digest
 from prefect_torch.ckpt.storage.retry import retries_ended_by
 from prefect_torch.ckpt.storage.sizes import find_size
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+_SHOWN = 300
 _logger = logging.getLogger(__name__)
 
 
@@ -274,13 +275,14 @@ class Run:
         """Return a small JSON object; None if it does not exist, or with a warning if it is no JSON object."""
         return self._read_small(key, "a JSON object", lambda found: found)
 
-    def get_record(self, kind: type[T], key: str, what: str) -> T | None:
+    def get_record(self, kind: type[T], key: str, what: str, *, key_of: Callable[[T], str] | None = None) -> T | None:
         """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed or damaged.
 
         Args:
             kind: Its dataclass; see `record_fields.decode`.
             key: Its key.
             what: A description of the record, with its article, for the warning.
+            key_of: Returns the key that a record belongs to, by its fields; None if they do not tell.
 
         Raises:
             UnsupportedFormatError: If a newer version wrote it.
@@ -291,6 +293,8 @@ class Run:
         def read(found: dict[str, Any]) -> T:
             record = decode(kind, found, where, what)
             check_digest(found, where, what)
+            if key_of is not None and key_of(record) != key:
+                raise MalformedRecordError(f"{where} is not {what}: it is that of {key_of(record)[:_SHOWN]!r}")
             return record
 
         return self._read_small(key, what, read)
@@ -315,6 +319,10 @@ class Run:
     def put_json(self, key: str, value: dict[str, Any]) -> None:
         """Store a small JSON object."""
         self.storage.put_bytes(key, json.dumps(value, sort_keys=True).encode())
+
+    def put_record(self, key: str, record: Mapping[str, Any]) -> None:
+        """Store a small record, of JSON values, with a digest, as one changed digit may lead to the loss of checkpoints."""
+        self.put_json(key, with_digest(record))
 
     def hint_latest(self, checkpoint_id: str) -> None:
         """Record `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""

@@ -140,7 +140,7 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 def with_digest(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return `record` with a digest among its fields, for `check_digest`; older versions read it as before."""
-    return {**record, _DIGEST_FIELD: _sorted_digest(record)}
+    return {**record, _DIGEST_FIELD: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become texts
 
 
 def check_digest(record: Mapping[str, Any], where: str, what: str) -> None:

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.search_config import SearchConfig
@@ -79,6 +81,25 @@ def read_definition(run: Run) -> Definition | None:
     return run.get_record(Definition, run.layout.sweep, _WHAT)
 
 
+def require_definition(run: Run) -> Definition:
+    """Return the definition of a sweep that is there.
+
+    Raises:
+        FileNotFoundError: If there is no such sweep.
+        MalformedRecordError: If its definition is damaged.
+
+    """
+    known = read_definition(run)
+    if known is not None:
+        return known
+    if find_size(run.storage, run.layout.sweep) is None:
+        raise FileNotFoundError(f"there is no sweep {run.name!r} in {run.storage.url}")
+    raise MalformedRecordError(
+        f"{run.storage.url}/{run.layout.sweep} cannot be read, so what sweep {run.name!r} searches is unknown; "
+        "start the sweep again as before, which stores it anew and goes on with its trials"
+    )
+
+
 def find_definition(run: Run, given: Definition) -> Definition | None:
     """Return the definition that a sweep goes on with; None if there is no such sweep.
 
@@ -121,5 +142,5 @@ def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: 
     if settled != known:
         record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
         assert isinstance(record, dict)
-        run.put_json(run.layout.sweep, record)
+        run.put_record(run.layout.sweep, record)
     return settled

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
@@ -139,7 +140,7 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
     store = CheckpointStore.open(storage, source.run)
     sweep, _, leaf = source.run.rpartition("/")
     # Before the pin, of which the journal's next entry alone tells.
-    store.put_json(_last_pin(sweep), {"source": leaf, "clone": clone.rpartition("/")[2]})
+    store.put_record(_last_pin(sweep), {"source": leaf, "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
         return decided.checkpoint, decided.num_reports
@@ -164,6 +165,14 @@ def unpin_source(storage: StorageSpec, source: Source, clone: str) -> None:
     CheckpointStore.open(storage, source.run).unpin(source.checkpoint, _token(clone))
 
 
+@dataclass(frozen=True, slots=True)
+class _LastPin:
+    """The names of the run that was pinned last, and of the run for which it was, within their sweep."""
+
+    source: str
+    clone: str
+
+
 def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
     """Remove the pin of a run that no trial has: a kill came between `pin_source` and the journal's entry. Costs a small read.
 
@@ -172,12 +181,12 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
         trials: All its trials.
 
     """
-    last = sweep.get_json(_last_pin(sweep.name))
+    last = sweep.get_record(_LastPin, _last_pin(sweep.name), "the last pin of a sweep")
     if last is None:
         return
-    clone = f"{sweep.name}/{last.get('clone')}"
+    clone = f"{sweep.name}/{last.clone}"
     if not any(clone in (trial.run, *trial.earlier_runs) for trial in trials):
-        source = Run.open(sweep.spec, f"{sweep.name}/{last.get('source')}")
+        source = Run.open(sweep.spec, f"{sweep.name}/{last.source}")
         sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{_token(clone)}.json")])
 
 

@@ -15,7 +15,6 @@ from prefect_torch.ckpt.runs.record_fields import Count, decode
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.ckpt.storage.records import with_digest
 from prefect_torch.ckpt.storage.sizes import find_size
 
 from .owner import Owner
@@ -146,7 +145,7 @@ def read_attempt(run: Run, key: str) -> Attempt | None:
         UnsupportedFormatError: If a newer version made it.
 
     """
-    return run.get_record(Attempt, key, "the claim of an attempt")
+    return run.get_record(Attempt, key, "the claim of an attempt", key_of=lambda it: run.layout.attempt(it.number, it.token))
 
 
 def claim_keys(run: Run) -> list[str]:
@@ -182,28 +181,27 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
     return readable, unreadable
 
 
-def encode_claim(attempt: Attempt) -> dict[str, Any]:
-    """Return a claim's record; it has a digest, as one changed digit could begin a new lineage, or make a prune keep less."""
-    return with_digest(asdict(attempt))
+def _rewrite_claim(run: Run, attempt: Attempt) -> None:
+    """Store a claim again; one changed digit of it could begin a new lineage, or make a prune keep less."""
+    run.put_record(run.layout.attempt(attempt.number, attempt.token), asdict(attempt))
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
     """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
-    record = encode_claim(replace(attempt, resumed_from=checkpoint))
-    run.put_json(run.layout.attempt(attempt.number, attempt.token), record)
+    _rewrite_claim(run, replace(attempt, resumed_from=checkpoint))
 
 
 def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
     """Record in a claim, and return, with how many ranks the attempt begins, where that was unknown when it was made."""
     known = replace(attempt, world_size=world_size)
     if known != attempt:
-        run.put_json(run.layout.attempt(attempt.number, attempt.token), encode_claim(known))
+        _rewrite_claim(run, known)
     return known
 
 
 def write_outcome(run: Run, outcome: Outcome) -> None:
     """Record how an attempt ended."""
-    run.put_json(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
+    run.put_record(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
 
 
 def read_outcomes(run: Run) -> list[Outcome]:
@@ -219,4 +217,7 @@ def read_outcome(run: Run, attempt: int) -> Outcome | None:
 
 def _read_outcome(run: Run, key: str) -> Outcome | None:
     # An attempt without a readable outcome counts as possibly alive, which protects its files; its failure kind is unknown.
-    return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt"))
+    def key_of(outcome: Outcome) -> str:
+        return run.layout.outcome(outcome.attempt)
+
+    return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt", key_of=key_of))

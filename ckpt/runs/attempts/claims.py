@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
@@ -16,7 +16,7 @@ from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.text import utc_now
 
-from .attempt import Attempt, claim_keys, encode_claim, newest_claims
+from .attempt import Attempt, claim_keys, newest_claims
 from .begun import lists_anything
 from .owner import Owner
 
@@ -107,7 +107,7 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
         return claims
 
     try:
-        run.put_json(key, encode_claim(attempt))
+        run.put_record(key, asdict(attempt))
         return run.ask("listing", run.layout.attempts, list_claims)
     except BaseException:
         with suppress(StorageError, OSError):

@@ -9,7 +9,7 @@ from prefect_torch.deployments.command_line.terminal import show_metric
 from prefect_torch.flows.monitoring.sweeps.page import show_rung
 from prefect_torch.flows.monitoring.sweeps.trial_table import TRIAL_STYLES
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
-from prefect_torch.flows.sweeps.definition import Definition, read_definition
+from prefect_torch.flows.sweeps.definition import Definition, require_definition
 from prefect_torch.flows.sweeps.journal.journal import JournalDamagedError
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
 from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
@@ -36,11 +36,10 @@ class SweepRecords:
 
         Raises:
             FileNotFoundError: If it has no definition.
+            MalformedRecordError: If that cannot be read.
 
         """
-        definition = read_definition(store)
-        if definition is None:
-            raise FileNotFoundError(f"there is no sweep {store.run!r} in {store.storage.url}")
+        definition = require_definition(store)
         view = SweepView(store, definition)
         trials, lost = read_known_trials(store)
         view.record(trials)

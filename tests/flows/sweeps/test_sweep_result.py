@@ -1,9 +1,13 @@
 """The best trials of a sweep's result."""
 
+import json
+
 import pytest
+from prefect_torch.ckpt import MalformedRecordError
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import SweepResult, Trial
+from prefect_torch.flows.sweeps.definition import settle_definition
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, encode_event
 from prefect_torch.flows.sweeps.journal.stored_trials import events_of
 from stored_sweeps import store_sweep
@@ -68,3 +72,17 @@ def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path)
     entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
     (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
     assert event.cloned == Cloned("moved/trial-0001-b", {"run": "digits/x"}, Source(0, "moved/trial-0000-a", "an-id"))
+
+
+def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):
+    run, definition = store_sweep(LocalStorage(tmp_path))
+    stored = run.storage.get_bytes(run.layout.sweep)
+    run.storage.put_bytes(run.layout.sweep, stored.replace(b'"min"', b'"max"'))
+    with pytest.raises(MalformedRecordError, match=r"sweep\.json cannot be read.*start the sweep again as before"):
+        SweepResult.from_storage(tmp_path, "digits")
+    settle_definition(run, definition, has_seed=True, is_fresh=False)
+    assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}
+    run.put_json(run.layout.sweep, {name: value for name, value in json.loads(stored).items() if name != "digest"})
+    assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}  # an older version wrote it
+    with pytest.raises(FileNotFoundError, match="there is no sweep 'other'"):
+        SweepResult.from_storage(tmp_path, "other")

@@ -1,10 +1,12 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import (
     Outcome,
     newest_attempt,
+    newest_claims,
+    read_outcome,
     read_outcomes,
     record_resumed_from,
     write_outcome,
@@ -48,3 +50,29 @@ def test_outcomes_come_back(store):
     outcome = Outcome(2, "failed", "flow", "user", "boom", {"1": "boom"}, {"loss": float("inf")})
     write_outcome(store, outcome)
     assert read_outcomes(store) == [outcome]
+
+
+def test_an_outcome_with_one_changed_bit_is_not_believed(store, caplog):
+    write_outcome(store, Outcome(1, "failed", "flow", "infrastructure", return_value={9: 1, 10: 2}))
+    assert read_outcomes(store)[0].return_value == {"9": 1, "10": 2}
+    key = store.layout.outcome(1)
+    store.storage.put_bytes(key, store.storage.get_bytes(key).replace(b'"flow"', b'"glow"'))
+    assert read_outcomes(store) == []
+    assert f"{key} is not the outcome of an attempt: it does not match its own digest" in caplog.text
+
+
+def test_an_outcome_of_an_older_version_has_no_digest(store):
+    outcome = Outcome(1, "completed", return_value=3)
+    store.put_json(store.layout.outcome(1), asdict(outcome))
+    assert read_outcomes(store) == [outcome]
+
+
+def test_a_claim_or_an_outcome_under_the_name_of_another_is_not_believed(store, caplog):
+    first = claim_attempt(store, Owner.current(), world_size=1)
+    key = store.layout.attempt(first.number, first.token)
+    store.storage.put_bytes(store.layout.attempt(2, first.token), store.storage.get_bytes(key))
+    assert newest_claims(store) == ([first], [store.layout.attempt(2, first.token)])
+    assert f"run/attempts/000002-{first.token}.json is not the claim of an attempt: it is that of '{key}'" in caplog.text
+    write_outcome(store, Outcome(1, "completed"))
+    store.storage.put_bytes(store.layout.outcome(2), store.storage.get_bytes(store.layout.outcome(1)))
+    assert read_outcome(store, 2) is None
