@@ -354,6 +354,18 @@ def test_damage_is_named(local, command):
     assert command("verify", local, "run", manifestless)[0] == 1
 
 
+def test_a_manifest_that_is_a_link_out_of_the_storage_is_damaged(local, command, tmp_path):
+    linked, *others = train(local).ids()
+    manifest = Path(local, "run/manifests", f"{linked}.json")
+    manifest.rename(tmp_path / "elsewhere.json").chmod(0o644)
+    manifest.symlink_to(tmp_path / "elsewhere.json")
+    code, out, err = command("verify", local, "run", "--level", "size", "--json")
+    assert code == 1
+    assert [(it["id"], it["whole"]) for it in json.loads(out)] == [(linked, False), *((it, True) for it in others)]
+    assert f"1 of 5 checkpoints damaged, the first is {linked}: " in err
+    assert f"{linked}.json leads out of the storage" in err
+
+
 def test_a_prune_without_a_terminal_wants_a_yes(local, command):
     store = train(local)
     code, out, err = command("prune", local, "run", "--keep", 1, "--metric", "loss", "--order", "min")

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
+from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
@@ -54,7 +55,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
       damage (the first in the checkpoint, or null)
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_training(storage, run)
-    ids = list(store.ids()) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
+    ids = _all_ids(store) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
     verdicts = list(_verify_all(store, ids, level))
     if as_json:
         print_json([{"level": level, **asdict(verdict)} for verdict in verdicts])
@@ -71,6 +72,20 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
         )
 
 
+def _all_ids(store: CheckpointStore) -> list[str]:
+    """Return the ids of all checkpoints, also of those whose manifest is there and not listed, such as a link."""
+    listed = set(store.ids())
+    with_data = {folder for folder in store.storage.folders(store.layout.checkpoints) if is_id(folder)}
+    return sorted([*listed, *(it for it in with_data - listed if _has_manifest(store, it))])
+
+
+def _has_manifest(store: CheckpointStore, checkpoint_id: str) -> bool:
+    try:
+        return store.exists(checkpoint_id)
+    except PermissionError:
+        return True
+
+
 def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verified]:
     with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
         for checkpoint_id in ids:
@@ -78,6 +93,10 @@ def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[
                 store.verify(store.committed(checkpoint_id), level)
             except CheckpointCorruptError as exc:
                 yield Verified(checkpoint_id, whole=False, damage=str(exc))
+            except PermissionError as exc:
+                if exc.errno is not None or store.storage.local_path(store.run) is None:
+                    raise
+                yield Verified(checkpoint_id, whole=False, damage=str(exc))  # a link that leads out of the storage
             except UnsupportedFormatError as exc:
                 if len(ids) == 1:
                     raise
