@@ -6,6 +6,7 @@ malformed, and the error names the object. A newer format is an error of its own
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -21,6 +22,8 @@ _BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
 _DIGEST_SIZE = 32
 _SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
 _DIGEST_FIELD = "digest"
+_LARGE_BYTES = 2**20
+_OBJECT = re.compile(rb"\s*\{")
 _SHOWN = 80
 
 
@@ -36,6 +39,8 @@ def parse(data: bytes, where: str, what: str) -> dict[str, Any]:
         MalformedRecordError: If the bytes are anything else.
 
     """
+    if len(data) > _LARGE_BYTES and not _OBJECT.match(data):  # such as zeros: no copies for the parser
+        raise MalformedRecordError(f"{where} is not {what}: its {len(data)} bytes do not begin with an object")
     try:
         value = _STRICT_DECODER.decode(data.decode())
         problem = "it is nested too deeply" if is_deeper(value, MAX_DEPTH) else None

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import tracemalloc
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -241,6 +242,18 @@ def test_the_deepest_object_that_is_read_and_the_first_that_is_not():
     assert parse(json.dumps(deep).encode(), "here", "it") == deep
     with pytest.raises(MalformedRecordError, match="here is not it: it is nested too deeply"):
         parse(json.dumps({"a": deep}).encode(), "here", "it")
+
+
+def test_zeros_in_the_place_of_a_record_are_held_in_memory_once(store):
+    size = 32 * 2**20
+    store.storage.local_path(store.layout.manifest(THIRD)).write_bytes(bytes(size))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedRecordError, match=rf"{THIRD}\.json is not a manifest: its {size} bytes do not begin with"):
+            store.committed(THIRD)
+        assert tracemalloc.get_traced_memory()[1] < 1.2 * size
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_deeper_than_a_record_could_hold_is_refused_before_it_is_written(store, tmp_path):
