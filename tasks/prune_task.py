@@ -10,12 +10,13 @@ from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.limits import prune_limits
-from prefect_torch.ckpt.runs.deletion.pruning import prune
+from prefect_torch.ckpt.runs.deletion.pruning import DeletionRefusedError, prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.tasks.options.storage import configured_storage
 
 from .run_logs import get_run_logger, library_logs_in_run
 
+REFUSED = "deletion refused"  # why a checkpoint is kept
 _SHOWN = 20  # in a log line
 
 
@@ -48,7 +49,8 @@ def prune_checkpoints(
 
     Raises:
         FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete; also halfway.
-        StorageError: If something could not be deleted; the next prune tries again.
+        StorageError: If something could not be deleted; the next prune tries again. Where the storage refuses every deletion,
+            the prune of a training completes, with a warning, and keeps what it was to delete as `REFUSED`.
 
     """
     logger = get_run_logger()
@@ -60,7 +62,17 @@ def prune_checkpoints(
         limits_up_to = [it for it in (up_to, limits.up_to) if it is not None]
         in_use, up_to = (*in_use, *limits.in_use), min(limits_up_to, default=None)
     with library_logs_in_run():
-        decided = prune(store, policy, dry_run=dry_run, in_use=in_use, up_to=up_to, attempt=attempt)
+        try:
+            decided = prune(store, policy, dry_run=dry_run, in_use=in_use, up_to=up_to, attempt=attempt)
+        except DeletionRefusedError as exc:
+            if attempt is None:
+                raise
+            logger.warning(
+                "%s: all stay, and this attempt prunes no more; allow it to delete, or keep all by num_to_keep=None",
+                str(exc).removesuffix("; the next prune tries again"),
+            )
+            decided = prune(store, policy, dry_run=True, in_use=in_use, up_to=up_to)
+            return Plan(keep={**decided.keep, **{it.id: (REFUSED,) for it in decided.drop}}, drop=())
         if decided.drop and dry_run:
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list

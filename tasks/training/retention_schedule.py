@@ -11,7 +11,7 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
-from prefect_torch.tasks.prune_task import prune_checkpoints
+from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .backoff import Backoff
@@ -66,6 +66,7 @@ class RetentionSchedule:
         self._done = False
         self._changed = True  # the policy may have changed since these were committed
         self._warned = False
+        self._is_refused = False
         self._recorded: str | None = None
 
     def committed(self, checkpoint: CommitEvent) -> None:
@@ -92,7 +93,7 @@ class RetentionSchedule:
             self._recorded, self._changed = recorded, True
         if self._running is not None and self._done:
             self._take_result(self._running)
-        if not self._changed or not is_due or recorded is None or self._running is not None:
+        if self._is_refused or not self._changed or not is_due or recorded is None or self._running is not None:
             return
         self._changed = False
         if self._may_drop(recorded):
@@ -155,6 +156,7 @@ class RetentionSchedule:
         self._running = None
         decided = prune.result(raise_on_failure=False)
         if not isinstance(decided, BaseException):
+            self._is_refused = any(REFUSED in why for why in decided.keep.values())  # of each prune, some objects would stay
             self._observers.notify(CheckpointsPruned(decided))
             dropped = {manifest.id for manifest in decided.drop}
             self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in dropped]

@@ -2,11 +2,12 @@
 
 import pytest
 from prefect.logging import disable_run_logger
-from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy
+from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion import marks
-from prefect_torch.tasks.prune_task import prune_checkpoints
+from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from ranks import Attempt, folder
 
 
@@ -50,3 +51,22 @@ def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, m
         prune(store, first.number)
     assert len(store.list()) == 3
     assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_where_nothing_may_be_deleted_the_prune_of_a_training_keeps_all_and_completes(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    attempt = Attempt(store)
+    session = attempt.session()
+    for _ in range(3):
+        session.report({}, folder(tmp_path / "c", model="x"))
+
+    def refused(self, keys):
+        raise PermissionError("WORM protected")
+
+    monkeypatch.setattr(type(store.storage), "delete", refused)
+    decided = prune(store, attempt.number)
+    assert (list(decided.keep.values()), decided.drop) == ([("latest", "last"), (REFUSED,), (REFUSED,)], ())
+    write_outcome(store, Outcome(attempt.number, "completed"))
+    with pytest.raises(StorageError, match=r"2 of 2 checkpoints of run 'run' could not be deleted.*WORM protected"):
+        prune(store, None)
+    assert len(store.list()) == 3

@@ -17,6 +17,11 @@ from prefect_torch.ckpt.storage.local_files.readers import is_read
 from .links import without_targets
 from .marks import DeletionMark, marked
 
+
+class DeletionRefusedError(StorageError):
+    """The storage refuses to delete anything at all: these credentials may not, or it is one that nothing is deleted from."""
+
+
 _MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
 
 
@@ -36,7 +41,7 @@ def prune(
 
     Raises:
         FencedError: If a newer attempt than `attempt` owns the run.
-        StorageError: If a deletion failed.
+        StorageError: If a deletion failed; a DeletionRefusedError if the storage refuses all.
 
     """
     listed, manifests = list_manifests(run)
@@ -113,7 +118,8 @@ def _delete_all(
             num_done, num_in_a_row = num_done + 1, 0
     if failures:
         manifest, first = failures[0]
-        raise StorageError(
+        are_refused = num_done == 0 and all(isinstance(exc, PermissionError) for _, exc in failures)
+        raise (DeletionRefusedError if are_refused else StorageError)(
             f"{len(dropped) - num_done} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
             f"{manifest.id} first: {first}; the next prune tries again"
         ) from first

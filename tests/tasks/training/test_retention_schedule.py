@@ -9,7 +9,7 @@ from prefect.context import TagsContext
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
-from prefect_torch.tasks.prune_task import _kept
+from prefect_torch.tasks.prune_task import REFUSED, _kept
 from prefect_torch.tasks.training import retention_schedule
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
@@ -23,6 +23,7 @@ class PruneTask:
 
     asked: list[dict] = field(default_factory=list)
     dropped: tuple = ()
+    keep: dict = field(default_factory=dict)
     tags: set | None = None
 
     def submit(self, *args, **asked):
@@ -37,7 +38,7 @@ class PruneTask:
         pass
 
     def result(self, *, raise_on_failure):
-        return Plan({}, self.dropped)
+        return Plan(self.keep, self.dropped)
 
 
 @pytest.fixture
@@ -77,6 +78,15 @@ def test_a_prune_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(prunes
         for step in range(2):
             commit(retention, step)
     assert prunes.tags == set()
+
+
+def test_where_deletions_are_refused_an_attempt_prunes_once(prunes):
+    prunes.keep = {"an-id": (REFUSED,)}
+    retention = schedule(ManifestMemory())
+    for step in range(4):
+        newest = commit(retention, step)
+    retention.finish(newest)
+    assert len(prunes.asked) == 1
 
 
 def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_memory(prunes):
