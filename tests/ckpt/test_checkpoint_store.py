@@ -225,10 +225,11 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
     assert [first.id in key for key in store.keys(store.layout.pins)] == [True]
 
 
-def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("clock_that_goes_on", ["monotonic", "time"])  # the latter alone while a machine sleeps
+def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch, clock_that_goes_on):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
     clock = itertools.count(0, 700)  # seconds between two looks at it
-    monkeypatch.setattr("prefect_torch.ckpt.runs.deletion.marks.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr(f"prefect_torch.ckpt.runs.deletion.marks.time.{clock_that_goes_on}", lambda: next(clock))
     delete = type(store.storage).delete
     marks = []
 

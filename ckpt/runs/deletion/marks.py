@@ -37,18 +37,20 @@ class DeletionMark:
         self._run = run
         self._ids = list(ids)
         self._token: str | None = None
-        self._put_s = 0.0
+        self._put_s = self._put_at_s = 0.0
 
     @property
     def is_due(self) -> bool:
         """Whether a mark must be written before anything else is deleted."""
-        return self._token is None or time.monotonic() - self._put_s > _RENEW_S
+        # While a machine sleeps, the first of the two stands still.
+        since_s = max(time.monotonic() - self._put_s, time.time() - self._put_at_s)
+        return self._token is None or since_s > _RENEW_S
 
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
-        old, token, now_s = self._token, secrets.token_hex(8), time.monotonic()
+        old, token, now_s, at_s = self._token, secrets.token_hex(8), time.monotonic(), time.time()
         self._run.put_json(self._run.layout.deletion(token), {"checkpoints": self._ids, "marked_at": utc_now()})
-        self._token, self._put_s = token, now_s
+        self._token, self._put_s, self._put_at_s = token, now_s, at_s
         self._run.put_json(self._run.layout.pins_witness(token), {})
         if old is not None:
             self._run.storage.delete(_keys(self._run, old))
