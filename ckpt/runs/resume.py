@@ -87,9 +87,13 @@ def choose_checkpoint(
 
 
 def _without_data(run: Run, reason: str) -> CheckpointCorruptError:
+    if run.storage.local_path(run.layout.checkpoints) is None:
+        cause = "they were deleted there, as by a lifecycle rule that expires objects: end it, and bring back older versions"
+    else:
+        cause = "if it is not mounted, mount it and start again"
     return CheckpointCorruptError(
         f"run {run.name!r} in {run.storage.url} has checkpoints, but {run.layout.checkpoints} has no file of any of them, so "
-        f"nothing was set aside: if it is not mounted, mount it and start again; else resume='never' starts fresh ({reason})"
+        f"nothing was set aside: {cause}; else resume='never' starts fresh ({reason})"
     )
 
 

@@ -185,6 +185,14 @@ def test_where_the_data_of_all_are_missing_nothing_is_set_aside(store, tmp_path)
     assert choose_checkpoint(store, lineage=1, verify="size") == manifests[-1]
 
 
+def test_where_a_bucket_has_lost_the_data_of_all_a_lifecycle_rule_is_named():
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    commit(store, 1)
+    store.storage.delete(store.keys("run/checkpoints/"))
+    with pytest.raises(CheckpointCorruptError, match="set aside: they were deleted there, as by a lifecycle rule that expires"):
+        choose_checkpoint(store, lineage=1, verify="size")
+
+
 def test_an_older_lineage_is_not_resumed(store, tmp_path):
     fill(store, tmp_path, 1)
     assert choose_checkpoint(store, lineage=2, verify="digest") is None
