@@ -2,13 +2,17 @@
 
 import logging
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError, StorageError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, StorageError
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
-from prefect_torch.ckpt.runs.manifest import Manifest
+from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.specs.location import is_bucket
 
 from . import verification
 from .quarantine import quarantine, why_quarantined
@@ -31,7 +35,8 @@ def choose_checkpoint(
 
     A damaged checkpoint is quarantined with a warning, and the next older one is tried. An object of another program in the
     place of a manifest is skipped in the same way, but stays as it is. Where not one file of any checkpoint is there, nothing
-    is quarantined: a directory that is not mounted looks like that.
+    is quarantined: a directory that is not mounted looks like that. Whatever listings of manifests show, none is older than one
+    whose data are listed and whose manifest is there.
 
     Args:
         run: The run.
@@ -49,27 +54,47 @@ def choose_checkpoint(
         StorageError: If the storage does not answer, or cannot give a file of a checkpoint, which may be whole.
 
     """
-    unreadable: dict[str, str] = {}
+    search = _Search(run, verify, prove, on_quarantine, dry_run=dry_run)
+    chosen = run.find_newest(search.take, oldest_attempt=lineage)
+    for checkpoint_id in _unlisted(run, lineage, chosen, is_proven=verify != "none"):
+        if (newer := search.take_unlisted(checkpoint_id)) is not None:
+            return newer
+    if chosen is None:
+        _refuse_if_damaged(run, lineage, search.unreadable)
+    return chosen
 
-    def take(listed: ListedCheckpoint) -> Manifest | None:
-        manifest = None
+
+@dataclass
+class _Search:
+    """The search of `choose_checkpoint`, with its arguments.
+
+    Attributes:
+        unreadable: What is wrong with those that were passed over and stay as they are, by id.
+        passed_over: The ids of all that were passed over.
+
+    """
+
+    run: Run
+    verify: VerifyLevel
+    prove: Prove
+    on_quarantine: Callable[[str, str], None] | None
+    dry_run: bool = field(kw_only=True)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    passed_over: set[str] = field(default_factory=set)
+
+    def take(self, listed: ListedCheckpoint) -> Manifest | None:
+        """Return the manifest of a checkpoint if it is whole; None, with a warning, if it is passed over."""
+        run, manifest = self.run, None
         try:
             manifest = run.committed(listed.id)
-            prove(run, manifest, verify)
+            self.prove(run, manifest, self.verify)
         except MalformedRecordError as exc:
             _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, run.name, exc)
-            unreadable[listed.id] = str(exc)
-            return None
+            self.unreadable[listed.id] = str(exc)
         except CheckpointCorruptError as exc:
             if manifest is not None and next(run.storage.list(run.layout.checkpoints), None) is None:
                 raise _without_data(run, str(exc)) from exc
-            if dry_run:
-                unreadable[listed.id] = str(exc)
-            else:
-                quarantine(run, listed.id, str(exc))
-            if on_quarantine is not None:
-                on_quarantine(listed.id, str(exc))
-            return None
+            self._set_aside(listed.id, str(exc))
         except StorageError as exc:
             if not run.is_served():
                 raise
@@ -78,12 +103,60 @@ def choose_checkpoint(
                 f"checkpoint {listed.id} of run {run.name!r} cannot be read though the storage answers, and may be whole: "
                 f"{exc}; if that lasts, train under another name with resume_from='{run.name}/ID', an older one of `{listing}`"
             ) from exc
-        return manifest
+        else:
+            return manifest
+        self.passed_over.add(listed.id)
+        return None
 
-    chosen = run.find_newest(take, oldest_attempt=lineage)
-    if chosen is None:
-        _refuse_if_damaged(run, lineage, unreadable)
-    return chosen
+    def take_unlisted(self, checkpoint_id: str) -> Manifest | None:
+        """Return as `take` does a checkpoint that listings have left out; None, too, if it is being pruned."""
+        if checkpoint_id in self.passed_over:
+            return None
+        _logger.warning("%s does not list checkpoint %s, which is there", self.run.path, checkpoint_id)
+        with suppress(CheckpointNotFoundError):
+            return self.take(ListedCheckpoint(checkpoint_id))
+        return None
+
+    def _set_aside(self, checkpoint_id: str, reason: str) -> None:
+        if self.dry_run:
+            self.unreadable[checkpoint_id] = reason
+        else:
+            quarantine(self.run, checkpoint_id, reason)
+        if self.on_quarantine is not None:
+            self.on_quarantine(checkpoint_id, reason)
+
+
+def _unlisted(run: Run, lineage: int, chosen: Manifest | None, *, is_proven: bool) -> Iterator[str]:
+    """Yield the ids of newer checkpoints than the chosen one, newest first: listings of manifests have left them out.
+
+    A gateway that answers listings with nothing, or with a part, for some seconds, would else make a training begin again.
+    Costs a listing, and a small request for each checkpoint that was not committed.
+
+    Args:
+        run: The run.
+        lineage: The first attempt whose checkpoints count.
+        chosen: The newest one that listings have shown; None if they have shown none.
+        is_proven: Whether the data of that one are there, so that a listing without them is not to be believed.
+
+    """
+    prefix = run.layout.checkpoints
+    since = f"{lineage:06d}-" if chosen is None else chosen.id
+
+    def list_data(storage: Storage) -> set[str]:
+        if is_bucket(storage.url):
+            listed = storage.list(prefix, after=f"{prefix}{since[:-1]}")
+            found = {info.key.removeprefix(prefix).partition("/")[0] for info in listed}
+        else:  # a listing of all files may cost a request for each directory
+            found = set(storage.folders(prefix))
+        if chosen is not None and is_proven and chosen.files and since not in found and storage.local_path(prefix) is None:
+            raise StorageError(
+                f"{storage.url} does not list the data of checkpoint {since}, which are there: something before the storage "
+                "answers listings in its place, or they lag behind, so that newer checkpoints may be missing, too"
+            )
+        return found
+
+    newer = (it for it in run.ask("listing", prefix, list_data) if is_id(it) and it > since)
+    return filter(run.exists, sorted(newer, reverse=True))
 
 
 def _without_data(run: Run, reason: str) -> CheckpointCorruptError:

@@ -207,7 +207,14 @@ class Run:
             UnsupportedFormatError: If a newer version committed it.
 
         """
-        return confirm_damage(self.storage, lambda storage: self._read_manifest(checkpoint_id, storage))
+        key = self.layout.manifest(checkpoint_id)
+        try:
+            manifest = self.read_whole(key, lambda data: Manifest.decode(data, self._location_of(key)))
+        except FileNotFoundError as exc:
+            raise self._not_found(checkpoint_id) from exc
+        if manifest.id != checkpoint_id:
+            raise MalformedRecordError(f"{self._location_of(key)} describes {manifest.id}")
+        return manifest
 
     def check_exists(self, checkpoint_id: str) -> None:
         """Raise CheckpointNotFoundError unless `checkpoint_id` is committed; reads no content.
@@ -224,16 +231,31 @@ class Run:
             f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
         )
 
-    def _read_manifest(self, checkpoint_id: str, storage: Storage) -> Manifest:
-        key = self.layout.manifest(checkpoint_id)
-        try:
+    def read_whole(self, key: str, read: Callable[[bytes], T]) -> T:
+        """Return what `read` returns of a record's bytes, which are read again where it finds damage.
+
+        Args:
+            key: The key of the record.
+            read: Raises CheckpointCorruptError if the bytes are damaged.
+
+        Raises:
+            FileNotFoundError: If there is no such object.
+            CheckpointCorruptError: If it is damaged.
+            StorageError: If it comes with another size than it has, as long as the storage is waited for.
+
+        """
+
+        def read_once(storage: Storage) -> T:
             data = storage.get_bytes(key)
-        except FileNotFoundError as exc:
-            raise self._not_found(checkpoint_id) from exc
-        manifest = Manifest.decode(data, self._location_of(key))
-        if manifest.id != checkpoint_id:
-            raise MalformedRecordError(f"{self._location_of(key)} describes {manifest.id}")
-        return manifest
+            try:
+                return read(data)
+            except CheckpointCorruptError as exc:
+                size = find_size(storage, key)
+                if size not in (None, len(data)):
+                    raise StorageError(f"{len(data)} bytes came of the {size} of {self._location_of(key)}") from exc
+                raise
+
+        return confirm_damage(self.storage, lambda storage: replace(self, storage=storage).ask("reading", key, read_once))
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.
@@ -309,7 +331,7 @@ class Run:
 
     def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
         try:
-            return confirm_damage(self.storage, lambda it: read(parse(it.get_bytes(key), self._location_of(key), what)))
+            return self.read_whole(key, lambda data: read(parse(data, self._location_of(key), what)))
         except FileNotFoundError:
             return None
         except MalformedRecordError as exc:

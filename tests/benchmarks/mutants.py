@@ -169,10 +169,10 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/resume.py",
         "tests/ckpt/test_checkpoint_store.py tests/ckpt/runs/test_quarantine.py",
-        ("prove(run, manifest, verify)", "pass"),
-        ("quarantine(run, listed.id, str(exc))", "pass"),
+        ("self.prove(run, manifest, self.verify)", "pass"),
+        ("quarantine(self.run, checkpoint_id, reason)", "pass"),
         ("oldest_attempt=lineage", "oldest_attempt=0"),
-        ("_refuse_if_damaged(run, lineage, unreadable)", "pass"),
+        ("_refuse_if_damaged(run, lineage, search.unreadable)", "pass"),
     ),
     *mutants_of(
         "ckpt/storage/keys.py",

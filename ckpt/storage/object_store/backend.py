@@ -104,7 +104,10 @@ class ObstoreStorage:
             take(data)
 
         read_in_order(size, lambda start, into: self.get_range(key, start, into), take_digested)
-        return digest.transfer()
+        got = digest.transfer()
+        if got.bytes < size:
+            raise StorageError(f"{self._url}/{key}: {got.bytes} bytes came of the {size} that it has")
+        return got
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Store a small object.

@@ -359,7 +359,7 @@ def test_a_run_that_is_not_evaluated_pays_nothing(store, tmp_path):
     assert cost(lambda it: it.get(first)) == {"list": 1, "get_bytes": 1}
     assert cost(lambda it: it.attach_metrics(first, {"a": 1})) == {"get_bytes": 1, "put_bytes": 1, "size": 1}
     assert cost(lambda it: it.list()) == {"list": 1, "get_bytes": 4}
-    assert cost(lambda it: choose_checkpoint(it, lineage=1, verify="none")) == {"list": 1, "get_bytes": 2}
+    assert cost(lambda it: choose_checkpoint(it, lineage=1, verify="none")) == {"list": 1, "get_bytes": 2, "folders": 1}
 
 
 def at(seconds: float) -> datetime:

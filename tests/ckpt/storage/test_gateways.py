@@ -105,6 +105,28 @@ def test_a_gateways_404_for_a_while_costs_no_checkpoint(moto, proxy, tmp_path):
     assert next(answered) > 6
 
 
+@pytest.mark.parametrize("size", [0, 99])
+def test_a_200_with_a_part_of_an_object_for_a_while_costs_no_checkpoint(moto, proxy, tmp_path, size):
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    store = CheckpointStore.open(StorageSpec(f"s3://{moto.new_bucket()}", options, RetryPolicy(60, 0.01, 0.1)), "run")
+    session = Attempt(store).session()
+    for score in range(2):
+        session.report({"score": score}, folder(tmp_path / "c", model=f"{score}" * 1000))
+    ids = [it.id for it in store.list()]
+    answered = {"manifests": count(), "checkpoints": count()}
+
+    def change(method, path, response):
+        is_one = method == "GET" and "list-type" not in path
+        asked = next((it for name, it in answered.items() if is_one and f"run/{name}/" in path), None)
+        cut = Response(response.status, response.body[:size], response.headers)
+        return cut if asked is not None and next(asked) < 5 else response
+
+    proxy.change = change
+    assert choose_checkpoint(CheckpointStore.open(store.storage, "run"), lineage=1, verify="digest").id == ids[-1]
+    assert [it.id for it in store.list()] == ids
+    assert all(next(asked) > 5 for asked in answered.values())
+
+
 @pytest.mark.parametrize("body", BAD_LISTINGS)
 def test_a_200_that_is_no_listing_is_not_believed_to_be_an_empty_one(storage, proxy, body):
     storage.put_bytes("run/x/a", b"123")

@@ -7,7 +7,7 @@ import pytest
 from commits import commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
-from odd_listings import Emptied, FailingListings, Server, Shuffled, Stale, info_of
+from odd_listings import Emptied, FailingListings, OddListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
@@ -28,6 +28,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.ckpt.storage.sizes import find_other_size
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
+from wrapped_storage import WrappedStorage
 
 BY_ACCURACY = RetentionPolicy(2, "eval/accuracy")
 NOW = "2026-11-21T00:00:00+00:00"
@@ -382,6 +383,63 @@ def test_the_latest_is_never_older_than_the_hint_to_it():
     stale.hint_latest(newest.id)
     assert stale.latest().id == choose_checkpoint(stale, lineage=1, verify="none").id == newest.id
     assert [it.id for it in stale.newest_first()] == [it.id for it in (newest, *manifests[::-1])]
+
+
+@pytest.mark.parametrize("hint", [None, 1])
+@pytest.mark.parametrize("num_left_out", [1, 3, 10])
+def test_a_resume_is_from_the_newest_though_listings_leave_it_out(hint, num_left_out):
+    inner = MemoryStorage()
+    manifests = fill(inner)
+    left_out = {manifest.id for manifest in manifests[-num_left_out:]}
+    if hint is not None:
+        CheckpointStore.open(inner, "run").hint_latest(manifests[hint].id)
+
+    class Partial(OddListings):
+        def changed(self, listing):
+            return [info for info in listing if not any(it in info.key for it in left_out)]
+
+    class OfManifests(Partial):
+        def list(self, prefix, **kwargs):
+            return super().list(prefix, **kwargs) if prefix == "run/manifests/" else self.inner.list(prefix, **kwargs)
+
+    partial = CheckpointStore.open(OfManifests(inner), "run")
+    assert choose_checkpoint(partial, lineage=1, verify="none") == manifests[-1]
+    assert choose_checkpoint(partial, lineage=3, verify="none") is None
+
+
+def test_a_checkpoint_that_is_once_said_to_be_gone_is_resumed():
+    inner = MemoryStorage()
+    manifests = fill(inner)
+
+    class OnceGone(WrappedStorage):
+        gone = 1
+
+        def get_bytes(self, key):
+            if manifests[-1].id in key and self.gone:
+                self.gone = 0
+                raise FileNotFoundError(key)
+            return self.inner.get_bytes(key)
+
+    assert choose_checkpoint(CheckpointStore.open(OnceGone(inner), "run"), lineage=1, verify="none") == manifests[-1]
+
+
+def test_a_resume_waits_for_a_listing_that_shows_the_data_of_what_it_has_chosen():
+    inner = MemoryStorage()
+    manifests = fill(inner)
+
+    class NoFolders(WrappedStorage):
+        left = 3
+
+        def folders(self, prefix):
+            self.left -= 1
+            return iter(()) if self.left >= 0 else self.inner.folders(prefix)
+
+    storage = NoFolders(inner)
+    with pytest.raises(StorageError, match=f"memory does not list the data of checkpoint {manifests[-1].id}, which are there"):
+        choose_checkpoint(CheckpointStore.open(storage, "run"), lineage=1, verify="size")
+    retrying = CheckpointStore.open(RetryingStorage(lambda: storage, RetryPolicy(60.0, 0.0, 0.0)), "run")
+    assert choose_checkpoint(retrying, lineage=1, verify="size") == manifests[-1]
+    assert storage.left == -1
 
 
 def test_what_is_deleted_and_still_listed_is_passed_over():
