@@ -11,7 +11,9 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.records import seal
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows.sweeps.journal import journal as journals
 from prefect_torch.flows.sweeps.journal.journal import Journal, JournalDamagedError, list_parts, read_journal
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
@@ -130,6 +132,31 @@ def test_a_merged_object_without_its_end_is_an_error_and_no_shorter_journal(smal
     run.storage.put_bytes(merged.key, run.storage.get_bytes(merged.key)[:kept])
     with pytest.raises(JournalDamagedError, match="of the journal of sweep 'sweep'"):
         read_journal(run)
+
+
+@pytest.mark.parametrize("came", [0, 40])
+def test_a_last_entry_that_a_gateway_cuts_off_for_a_while_is_no_torn_one(came):
+    inner = MemoryStorage()
+    journal = lead(sweep_in(inner))
+    for number in range(3):
+        journal.append({"n": number})
+    last = list_parts(sweep_in(inner))[-1].key
+
+    class CutsOff(WrappedStorage):
+        left = 5
+
+        def get_bytes(self, key):
+            data = self.inner.get_bytes(key)
+            if key != last or not self.left:
+                return data
+            self.left -= 1
+            return data[:came]
+
+    gateway = CutsOff(inner)
+    assert numbers(sweep_in(RetryingStorage(lambda: gateway, RetryPolicy(60.0, 0.0, 0.0)))) == [0, 1, 2]
+    assert gateway.left == 0
+    inner.put_bytes(last, inner.get_bytes(last)[:came])  # what has really been cut off was never appended
+    assert numbers(sweep_in(inner)) == [0, 1]
 
 
 def test_a_merged_object_of_an_overtaken_leader_says_nothing_of_the_entries_after_it(small):
