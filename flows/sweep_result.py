@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -196,6 +197,7 @@ class SweepResult:
         trials, lost = read_known_trials(run) if partial else (read_trials(run), None)
         if lost is not None:
             _logger.warning("%s", lost)
+        _warn_of_lost_ends(run, trials)
         return cls.of(run, definition, trials)
 
     @classmethod
@@ -221,6 +223,19 @@ def _seen(trial: Trial, metric: str) -> SeenTrial:
     value = value_in(trial.metrics, trial.state, metric)
     parameters = parameters_of(trial.config)
     return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
+
+
+def _warn_of_lost_ends(run: Run, trials: History) -> None:
+    """Warn if the sweep has completed, and trials go on by its journal; costs nothing if none does."""
+    going_on = [number for number, trial in trials.items() if trial.state == "running"]
+    status = run.leave_out_newer(lambda: read_status(run)) if going_on else None
+    if status is not None and status.is_completed:
+        _logger.warning(
+            "sweep %r has completed, and trial %d is running by its journal: its last entries are lost, as after a "
+            "restore of an older backup; start the sweep again as before, which records how its trials have ended",
+            run.name,
+            going_on[0],
+        )
 
 
 def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from prefect_torch.ckpt import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import SweepResult, Trial
@@ -72,6 +73,15 @@ def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path)
     entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
     (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
     assert event.cloned == Cloned("moved/trial-0001-b", {"run": "digits/x"}, Source(0, "moved/trial-0000-a", "an-id"))
+
+
+def test_a_journal_that_lacks_ends_of_a_completed_sweep_is_told(tmp_path, caplog):
+    store_sweep(LocalStorage(tmp_path), ending="failed")
+    assert SweepResult.from_storage(tmp_path, "digits")[4].state == "running"
+    assert not caplog.records
+    write_outcome(Run.open(LocalStorage(tmp_path), "digits"), Outcome(1, "completed"))
+    SweepResult.from_storage(tmp_path, "digits")
+    assert "sweep 'digits' has completed, and trial 4 is running by its journal: its last entries are lost" in caplog.text
 
 
 def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):
