@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 
-_BUCKETS = {"s3", "s3a", "gs", "gcs"}
+_OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
+_BUCKETS = {"s3", "gs", *_OTHER_NAMES}
 OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # their URLs hold container@account
 BLOCK_SLUGS = {
     "checkpoint-storage",
@@ -54,12 +55,13 @@ def is_bucket(url: str) -> bool:
 
 
 def canonical(location: str) -> str:
-    """Return a local path as this machine resolves it, without links and ".."; a URL as it is.
+    """Return a local path as this machine resolves it, without links and ".."; a URL with the first name of its scheme.
 
     Two spellings of one location are compared by it. What is stored, shown and sent to other machines is as it was given, since
     a link may lead elsewhere there.
     """
-    return location if "://" in location else os.path.realpath(location)
+    scheme, separator, rest = location.partition("://")
+    return f"{_OTHER_NAMES.get(scheme, scheme)}://{rest}" if separator else os.path.realpath(location)
 
 
 def refuse_password(text: str) -> None:

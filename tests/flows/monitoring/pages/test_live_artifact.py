@@ -69,6 +69,7 @@ def test_a_run_has_one_key_by_whatever_link_it_is_found(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     spellings = ("real", "link", "link/../real", "real/.")
     assert len({artifact_key("run", f"{tmp_path}/{spelling}/run") for spelling in spellings}) == 1
+    assert artifact_key("run", "s3a://b/p/run") == artifact_key("run", "s3://b/p/run") != artifact_key("run", "gs://b/p/run")
 
 
 def test_half_an_emoji_in_a_metric_name_is_shown_escaped():
