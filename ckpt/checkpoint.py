@@ -25,6 +25,7 @@ from prefect_torch.ckpt.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.state.loading.load import Source  # it imports torch
+    from typing_extensions import Never
 
 
 class Checkpoint:
@@ -84,6 +85,14 @@ class Checkpoint:
         checkpoint.store, checkpoint._manifest, checkpoint.id = run, manifest, manifest.id
         checkpoint.path = run.path_of(manifest.id)
         return checkpoint
+
+    @property
+    def filesystem(self) -> "Never":
+        """Raise AttributeError: this is Ray's, and the error says what to write."""
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute 'filesystem', which is Ray's, and pyarrow's: write "
+            "checkpoint.store.storage, or read the files in checkpoint.as_directory()"
+        )
 
     @property
     def step(self) -> int:

@@ -3,6 +3,13 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+_GETTERS_OF_RAY = {  # that no context has, and what to write
+    "get_metadata": "give it in the config of the training",
+    "get_storage": "give the storage's path or URL in the config of the training, if it reads there",
+    "get_trial_": "a trial of a sweep is a run of its own: write get_context().run_name",
+}
 
 
 def never() -> bool:
@@ -84,6 +91,14 @@ class TrainContext:
         A loop may then report once more and return, instead of being terminated in the middle. Costs nothing.
         """
         return self._stop_requested()
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, for a getter of Ray's with what to write."""
+            of_ray = next((written for begin, written in _GETTERS_OF_RAY.items() if name.startswith(begin)), None)
+            hint = "" if of_ray is None else f", which is Ray's: {of_ray}"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 _current: TrainContext | None = None

@@ -1,9 +1,10 @@
 """The functions that a training function calls."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context
@@ -13,6 +14,14 @@ if TYPE_CHECKING:
     from .agreement import Upload
     from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
+P = ParamSpec("P")
+_ARGUMENTS_OF_RAY = {
+    "checkpoint_dir_name": "ids are made of attempt and step; write step=, and give a name to Checkpoint.set_metadata",
+    "checkpoint_upload_fn": "a checkpoint is what report stores: leave it out",
+    "checkpoint_upload_mode": 'write upload="sync" or upload="async"',
+    "delete_local_checkpoint_after_upload": 'leave it out: upload="async" moves the files away, "sync" leaves them',
+    "validation": "a flow of its own evaluates checkpoints: prefect_torch.flows.evaluate(…, watch=True)",
+}
 _session: "RankSession | None" = None
 
 
@@ -24,6 +33,21 @@ def start_session(session: "RankSession | None") -> None:
     spare_memory.expect_reports(expected=session is not None and session.takes_reports)
 
 
+def _naming_ray_arguments(function: Callable[P, None]) -> Callable[P, None]:
+    """Return `function`, which has the signature that a reader sees, with an error of its own for arguments of Ray's."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in _ARGUMENTS_OF_RAY.keys() & kwargs.keys():
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {name!r}, which is Ray's: {_ARGUMENTS_OF_RAY[name]}"
+            )
+        function(*args, **kwargs)
+
+    return call
+
+
+@_naming_ray_arguments
 def report(
     metrics: Mapping[str, object],
     checkpoint: Checkpoint | None = None,
@@ -73,6 +97,7 @@ def report(
             rank, or at the end of the training function.
 
     Raises:
+        TypeError: For any other argument; of one of Ray's, it says what to write.
         ValueError: Before anything is stored, if an argument is invalid.
         CheckpointNotFoundError: If `checkpoint` is a committed one that is gone.
         ReportMismatchError: On every rank, if the ranks disagree on the step, if their states do not form one state, or if a

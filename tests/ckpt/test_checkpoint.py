@@ -21,6 +21,8 @@ from prefect_torch.ckpt import (
     CheckpointStore,
     RankLocalStateError,
     RetentionPolicy,
+    TrainContext,
+    report,
 )
 from prefect_torch.ckpt.files.cache import downloaded
 from prefect_torch.ckpt.files.download import download, download_file
@@ -572,3 +574,20 @@ def test_an_empty_path_is_not_the_working_folder(make):
 def test_a_file_named_like_a_download_in_progress_is_downloaded_too(remote, tmp_path, cache):
     files = {"model.pt": b"m" * 1000, "model.pt.partial": b"p", ".partial": b"q"}
     assert read_files(commit(remote, tmp_path, **files)) == files
+
+
+def test_what_is_rays_alone_is_refused_by_what_to_write(tmp_path):
+    checkpoint, context = Checkpoint.from_directory(tmp_path), TrainContext(0, 0, 0, 1, 1, "run", 1)
+    assert not hasattr(checkpoint, "filesystem")
+    assert pickle.loads(pickle.dumps(context)) == context
+    for ask, written in (
+        (lambda: checkpoint.filesystem, r"write checkpoint\.store\.storage"),
+        (lambda: context.get_storage, "storage's path or URL in the config"),
+        (lambda: context.get_trial_name, r"write get_context\(\)\.run_name"),
+        (lambda: context.no_such, "has no attribute 'no_such'$"),
+    ):
+        with pytest.raises(AttributeError, match=written):
+            ask()
+    for name, written in (("checkpoint_dir_name", ", which is Ray's: .* write step="), ("uplaod", "$")):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'{written}"):
+            report({}, **{name: "x"})
