@@ -14,12 +14,14 @@ from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
 from .attempt import Attempt, claim_keys, newest_claims
 from .begun import lists_anything
 from .owner import Owner
 
+_LISTED_WITHIN_S = 20.0  # how long a gateway may leave out a claim, of a run whose first object is there
 _REWRITTEN_WITHIN_S = 5.0  # a claim is half there at most so long, on a storage that replaces objects in place
 
 
@@ -88,6 +90,10 @@ def claim_attempt(
         if known is not None:
             raise _ClaimedMeanwhileError
         number = _newest_number(claims) + 1
+
+
+class _ClaimNotListedError(StorageError):
+    """A listing leaves out the claim of this process, and the run is there."""
 
 
 class _ClaimedMeanwhileError(Exception):
@@ -165,11 +171,20 @@ def check_fence(run: Run, attempt: int) -> None:
         return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
 
     def list_again(storage: Storage) -> set[int]:
-        return list_numbers(storage) if lists_anything(run, storage) else set()
+        found = list_numbers(storage) if lists_anything(run, storage) else set()
+        if (
+            max(found, default=0) < attempt
+            and time.monotonic() < until_s
+            and find_size(storage, run.layout.run_info) is not None
+        ):
+            raise _ClaimNotListedError(f"{storage.url} does not list the claim of attempt {attempt} on run {run.name!r}")
+        return found
 
     numbers = list_numbers(run.storage)
     if attempt not in numbers:
-        numbers = run.ask("listing", run.layout.attempts, list_again)
+        until_s = time.monotonic() + _LISTED_WITHIN_S
+        with suppress(_ClaimNotListedError):  # of a storage whose requests are sent once
+            numbers = run.ask("listing", run.layout.attempts, list_again)
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "

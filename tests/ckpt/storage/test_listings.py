@@ -374,6 +374,16 @@ def test_a_claim_that_is_not_listed_is_no_claim():
         claim_attempt(CheckpointStore.open(stale, "new"), Owner.current(), world_size=1)
 
 
+def test_a_claim_that_listings_leave_out_for_a_while_is_not_gone():
+    inner = MemoryStorage()
+    claimed = claim_attempt(CheckpointStore.open(inner, "run"), Owner.current(), world_size=1)
+    emptied = Emptied(inner, "run/attempts/", times=5)
+    check_fence(CheckpointStore.open(RetryingStorage(lambda: emptied, RetryPolicy(60.0, 0.0, 0.0)), "run"), claimed.number)
+    assert emptied.left == 0
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        check_fence(CheckpointStore.open(Emptied(inner, "run/attempts/"), "run"), claimed.number)
+
+
 def test_the_latest_is_never_older_than_the_hint_to_it():
     inner = MemoryStorage()
     manifests = fill(inner)

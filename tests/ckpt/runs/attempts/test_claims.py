@@ -69,7 +69,8 @@ def test_a_new_lineage_begins_only_where_it_is_not_given(store):
     assert claim_attempt(store, Owner.current(), world_size=1).lineage == 3
 
 
-def test_a_claim_that_somebody_deleted_passes_no_fence(store):
+def test_a_claim_that_somebody_deleted_passes_no_fence(store, monkeypatch):
+    monkeypatch.setattr(claims, "_LISTED_WITHIN_S", 0.0)
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
     with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
