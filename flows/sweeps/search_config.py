@@ -1,13 +1,14 @@
 """The configuration of a search; the fields of the Run form in the Prefect UI."""
 
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt.runs.metrics import with_numbers
 from prefect_torch.ckpt.text import show_class
 from prefect_torch.tasks.options.run_form import FormModel
-from pydantic import Field, FiniteFloat, field_validator, model_validator
+from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 Mode = Literal["min", "max"]
 _HIGH_IS_GOOD = frozenset({"acc", "accuracy", "auc", "auroc", "f1", "reward"})
@@ -21,6 +22,12 @@ _OF_RAY = {  # of its create_scheduler
     "resource_changing": "leave it out: ScalingConfig(num_workers=(fewest, most)) lets each attempt take what there is",
 }
 SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
+_SEARCHERS_OF_RAY = {  # of its create_searcher
+    **dict.fromkeys(("optuna", "hyperopt", "bohb"), "tpe"),
+    **dict.fromkeys(("ax", "bayesopt", "hebo"), "gp"),
+    "nevergrad": "cmaes",
+    **dict.fromkeys(("variant_generator", "basic_variant"), "random"),
+}
 
 
 class SearchConfig(FormModel):
@@ -37,7 +44,10 @@ class SearchConfig(FormModel):
             ("trial_name_creator", "trial_dirname_creator"), "leave it out: a trial's run is called <sweep>/trial-0007-<8 hex>"
         ),
         "resources_per_trial": "give the flow scaling=ScalingConfig(num_workers=..., use_gpu=...), the ranks of each trial",
-        "param_space": "give the flow space={...}",
+        **dict.fromkeys(("param_space", "space"), "give the flow space={...}"),
+        **dict.fromkeys(("random_state", "random_state_seed"), "give seed"),
+        "evaluated_rewards": "leave it out: initial_points are tried",
+        "resume_unfinished": "leave it out: trials that ran go on",
         "hyperparam_mutations": "give the flow space={...}, all of which pbt mutates",
         "max_failures": "give the flow failure=FailureConfig(max_failures=...), of each trial",
         "fail_fast": "give max_failed_trials=0",
@@ -175,6 +185,29 @@ class SearchConfig(FormModel):
             raise ValueError("there is no search without an end: give more trials than time_budget_s lets begin")
         return number
 
+    @field_validator("sampler", "pruner", mode="before")
+    @classmethod
+    def _refuse_objects(cls, made: object, info: ValidationInfo) -> object:
+        if made is not None and not isinstance(made, str):
+            raise ValueError(
+                f"a {info.field_name} is given by the location of a function that returns it, 'module:function', as each start "
+                f"of a sweep makes it anew, not {show_class(made)}"
+            )
+        return made
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _refuse_criteria(cls, stop: object) -> object:
+        if stop is not None and not isinstance(stop, Mapping):
+            raise ValueError(
+                f"stop is a dict of metrics and numbers, not {show_class(stop)}: for another criterion, return from the "
+                "training function"
+            )
+        nested = [f"{name}/{below}" for name, limit in (stop or {}).items() if isinstance(limit, Mapping) for below in limit]
+        if nested:
+            raise ValueError(f"a metric in a dict is named with a slash: give {nested[0]!r}")
+        return stop
+
     @field_validator("scheduler", mode="before")
     @classmethod
     def _refuse_rays(cls, scheduler: object) -> object:
@@ -198,6 +231,8 @@ class SearchConfig(FormModel):
     def _check_modes(self) -> "SearchConfig":
         if len(self.modes) != len(self.metrics):
             raise ValueError(f"mode has {len(self.modes)} values for {len(self.metrics)} metrics: give one, or one each")
+        if self.sampler in _SEARCHERS_OF_RAY:
+            raise ValueError(f"sampler={self.sampler!r} is Ray's name: give {_SEARCHERS_OF_RAY[self.sampler]!r}")
         if self.sampler is not None and self.sampler not in SAMPLERS and ":" not in self.sampler:
             raise ValueError(f"sampler={self.sampler!r}: give {', '.join(SAMPLERS)}, or 'module:function'")
         return self

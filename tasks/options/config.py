@@ -35,6 +35,7 @@ class ScalingConfig(_Config):
         "elastic_resize_monitor_interval_s": "give regrow_after_s, with num_workers=(fewest, most)",
         **dict.fromkeys(("use_tpu", "topology"), "GPUs alone are known here (use_gpu), no TPUs"),
         "torch_config": "give backend and timeout_s",
+        "init_method": "leave it out: ranks meet at the flow's own store",
     }
 
     num_workers: Ranks = Field(
