@@ -34,7 +34,7 @@ class SearchConfig(FormModel):
     """What is searched for, and how."""
 
     _instead_of: ClassVar = {
-        "num_samples": "give num_trials, which counts the trials; none with a grid, of which each combination comes once",
+        "num_samples": "give num_trials, which counts the trials; none with a grid, of which each combination then comes once",
         "search_alg": "give sampler, by name, or an Optuna sampler as 'module:function'",
         "max_concurrent_trials": "give max_concurrent",
         "points_to_evaluate": "give initial_points",
@@ -74,7 +74,7 @@ class SearchConfig(FormModel):
         default=None,
         ge=1,
         title="Trials",
-        description="How many trials there are. When empty, 10; with a grid, every combination.",
+        description="How many trials there are. When empty, 10; with a grid, every combination, which more trials repeat.",
     )
     max_concurrent: int = Field(default=1, ge=1, title="Concurrent trials", description="How many trials run at once.")
     sampler: str | None = Field(

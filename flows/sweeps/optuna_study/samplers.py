@@ -70,7 +70,7 @@ def sampler_of(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
         "random": lambda seed: samplers.RandomSampler(seed=seed),
-        "grid": lambda seed: samplers.RandomSampler(seed=seed),  # for trials beyond the grid
+        "grid": lambda seed: samplers.RandomSampler(seed=seed),  # all of whose trials are given
     }
     return makers[name]
 

@@ -8,6 +8,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect_torch.flows.sweeps.domains import as_stored
@@ -75,7 +76,7 @@ def check_search(search: SearchConfig, space: Nested) -> None:
 
 
 def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
-    """Return what is tried first: the initial points, and with a grid every combination."""
+    """Return what is tried first: the initial points, and with a grid every combination, as often as there are trials for."""
     points = _initial_points(search, space)
     if check_sampler(search, space) != "grid":
         return points
@@ -83,7 +84,8 @@ def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
     chosen: list[Parameters] = []
     for point in points:  # a part of a combination is the first one that has it
         chosen.append(next((it for it in combinations if point.items() <= it.items() and it not in chosen), point))
-    return chosen + [it for it in combinations if it not in chosen]
+    whole = chosen + [it for it in combinations if it not in chosen]
+    return whole + list(islice(cycle(combinations), max(0, (search.num_trials or 0) - len(whole))))
 
 
 def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:

@@ -126,6 +126,12 @@ def test_a_grid_is_tried_whole_with_initial_points_too():
     assert len(many) == len({(it["a"], it["b"]) for it in many}) == 15
 
 
+def test_more_trials_than_a_grid_has_combinations_repeat_these_in_turn_after_a_kill_too():
+    config, space, entries = configured(num_trials=8, sampler=None, initial_points=[{"a": 3}]), {"a": grid([1, 2, 3])}, []
+    assert [it["a"] for it in lead(config, space, entries, 5)] == [3, 1, 2, 1, 2]
+    assert [it["a"] for it in lead(config, space, entries)] == [3, 1, 2]
+
+
 def test_initial_points_that_a_sweep_gets_later_come_next_and_no_combination_is_lost_or_repeated():
     entries, space = [], {"a": grid([10, 20, 30, 40])}
     assert [it["a"] for it in lead(configured(num_trials=4, sampler=None), space, entries, 2)] == [10, 20]
