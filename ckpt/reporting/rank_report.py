@@ -2,6 +2,7 @@
 
 import logging
 import operator
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -141,6 +142,8 @@ class ReportPreparation:
         self._lent = lent
         self._saver: StateSaver | None = None
         self._emptied: tuple[int, int, int] | None = None  # the last directory whose files were moved away, as it was then
+        self._sweep, _, self._trial = run.name.rpartition("/")
+        self._may_warn = bool(self._sweep)
 
     def remember_emptied(self, report: Report) -> None:
         """Remember that the files of a report have been moved out of its directory."""
@@ -207,11 +210,25 @@ class ReportPreparation:
         directory = None if checkpoint.store is not None else existing_directory(checkpoint.path)
         if directory is not None:
             check_holds_no_run(directory, self._run.storage.local_path(self._run.layout.run))
+            self._warn_of_shared_directory(directory)
         if directory is None or lies_in_checkpoint(directory.resolve()) or lies_in_downloads(directory):
             # A committed checkpoint is never changed: only a copy of it is moved or stored again.
             directory = cleanup.enter_context(scratch_folder())
             checkpoint.to_directory(directory)
         return directory
+
+    def _warn_of_shared_directory(self, directory: Path) -> None:
+        """Warn once in a trial of a sweep, all of which run in one directory, of one below it that others write to, too."""
+        if not self._may_warn or self._trial in str(directory) or directory.is_relative_to(tempfile.gettempdir()):
+            return
+        with suppress(OSError):  # where the working directory is gone
+            if directory.is_relative_to(Path.cwd()):
+                self._may_warn = False
+                _logger.warning(
+                    "all trials of sweep %r run in one directory, so others may write to %s, too, and report each other's "
+                    "files: give each a directory of its own, such as a tempfile.TemporaryDirectory()",
+                    *(self._sweep, directory),
+                )
 
     def _capture(self, state: Mapping[str, Any], files: tuple[str, ...]) -> "StateSnapshot":
         for path in filter(is_own_file, files):

@@ -204,3 +204,20 @@ def test_a_directory_that_a_commit_removes_meanwhile_is_no_matter(store, monkeyp
 
     monkeypatch.setattr(Path, "resolve", resolve_and_remove)
     assert lent.holds(directory)
+
+
+@pytest.mark.parametrize(("run", "warnings"), [("sweep/trial-0000-0123abcd", 1), ("run", 0)])
+def test_a_trial_warns_once_of_a_directory_that_others_may_write_to(tmp_path, monkeypatch, caplog, run, warnings):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    session = Attempt(CheckpointStore.open(str(tmp_path / "store"), run)).session()
+    with as_rank(session):
+        for directory in (Path("temporary/own"), Path("output", run), Path("model"), Path("model")):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "weights").write_text("1")
+            report({}, Checkpoint.from_directory(directory))
+        session.finish()
+    told = [record.getMessage() for record in caplog.records if "run in one directory" in record.getMessage()]
+    assert len(told) == warnings
+    assert all(f"others may write to {tmp_path / 'model'}, too" in message for message in told)
