@@ -137,19 +137,22 @@ def test_a_200_that_is_no_listing_is_not_believed_to_be_an_empty_one(storage, pr
         assert next(bad, None) is None
 
 
-@pytest.mark.parametrize("body", BAD_LISTINGS)
-def test_a_200_that_is_no_listing_is_not_believed_to_be_the_end_of_one(storage, proxy, body):
-    keys = [f"run/{number:04d}" for number in range(1003)]
+def test_a_200_that_is_no_listing_is_not_believed_to_be_the_end_of_one(rclone):
+    """The page before is full; rclone takes its objects in a third of moto's time."""
+    keys, url = [f"run/{number:04d}" for number in range(1003)], f"s3://{rclone.new_bucket()}/some"
+    behind = ObstoreStorage(url, rclone.options())
     for key in keys:
-        storage.put_bytes(key, b"")
-    pages = count()
+        behind.put_bytes(key, b"")
+    with proxied(rclone.endpoint) as proxy:
+        for body in BAD_LISTINGS:
+            storage, pages = ObstoreStorage(url, {**rclone.options(), "aws_endpoint_url": proxy.endpoint}), count()
 
-    def change(_method, path, response):
-        return Response(200, body) if "list-type" in path and next(pages) == 1 else response
+            def change(_method, path, response, body=body, pages=pages):
+                return Response(200, body) if "list-type" in path and next(pages) == 1 else response
 
-    proxy.change = change
-    assert [info.key for info in storage.list("run/")] == keys
-    assert next(pages) > 2
+            proxy.change = change
+            assert [info.key for info in storage.list("run/")] == keys, body
+            assert next(pages) > 2, body
 
 
 @pytest.mark.parametrize("body", BAD_LISTINGS)
