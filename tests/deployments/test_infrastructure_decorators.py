@@ -3,7 +3,6 @@
 import asyncio
 
 from prefect import flow
-from prefect_docker.decorators import docker
 from prefect_torch.deployments.job_templates import job_template
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 
@@ -21,6 +20,8 @@ def job(bound, kind):
 
 
 def test_a_container_of_the_docker_decorator_has_its_gpus_and_shared_memory(prefect_server):
+    from prefect_docker.decorators import docker  # noqa: PLC0415 - it imports a client: in one worker, not in each
+
     options = job(docker("pool", num_gpus=2, shared_memory="4g")(research), "docker").container_create_kwargs
     assert options["device_requests"][0]["Count"] == 2
     assert options["shm_size"] == "4g"

@@ -5,10 +5,6 @@ import uuid
 import pytest
 from prefect_torch.flows import RunConfig, train
 
-prefect_azure = pytest.importorskip("prefect_azure.credentials")
-AzureBlobStorageCredentials = prefect_azure.AzureBlobStorageCredentials
-AzureBlobStorageContainer = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
-
 
 def save(block):
     name = f"test-{uuid.uuid4().hex[:8]}"
@@ -17,8 +13,10 @@ def save(block):
 
 
 def test_cloud_blocks_are_found_by_their_names(azurite):
-    credentials = AzureBlobStorageCredentials(connection_string=azurite.connection_string())
-    block = AzureBlobStorageContainer(container_name=azurite.new_container(), credentials=credentials)
+    azure_credentials = pytest.importorskip("prefect_azure.credentials").AzureBlobStorageCredentials  # not by every worker
+    azure_container = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
+    credentials = azure_credentials(connection_string=azurite.connection_string())
+    block = azure_container(container_name=azurite.new_container(), credentials=credentials)
     result = train("trainings:train_epochs", {"epochs": 2}, run=RunConfig(name="run", storage=save(block)))
     assert result.path == f"az://{block.container_name}/run"
     again = train("trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="run", storage=block))

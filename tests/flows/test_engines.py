@@ -19,7 +19,6 @@ from engine_servers import (
     ray_cluster,
     slurm_cluster,
 )
-from prefect_dask import DaskTaskRunner
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
@@ -110,6 +109,8 @@ def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_
 
 def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(dask, tmp_path, run):
     """The cluster is named in Prefect's own way. A worker ends with its nanny; a nanny starts its worker again."""
+    from prefect_dask import DaskTaskRunner  # noqa: PLC0415 - it imports Dask: in one worker of the tests, not in each
+
     address, first, start = dask
     (second,) = start("second")
     training = train.with_options(task_runner=DaskTaskRunner(address=address))

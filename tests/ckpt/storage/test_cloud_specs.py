@@ -13,11 +13,18 @@ from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.tasks import RunConfig
 
-prefect_azure = pytest.importorskip("prefect_azure.credentials")
-prefect_gcp = pytest.importorskip("prefect_gcp")
-AzureBlobStorageCredentials = prefect_azure.AzureBlobStorageCredentials
-AzureBlobStorageContainer = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
-GcpCredentials, GcsBucket = prefect_gcp.GcpCredentials, prefect_gcp.GcsBucket
+
+def gcs_bucket(**fields):
+    """Return a block of Google's; its module is imported here, for half a second, which every worker would take above."""
+    gcp = pytest.importorskip("prefect_gcp")
+    return gcp.GcsBucket(bucket="bucket", bucket_folder="models", gcp_credentials=gcp.GcpCredentials(**fields))
+
+
+def azure_container(name="c", folder="", **fields):
+    """Return a block of Azure's, imported here, too."""
+    credentials = pytest.importorskip("prefect_azure.credentials").AzureBlobStorageCredentials(**fields)
+    container = pytest.importorskip("prefect_azure.blob_storage").AzureBlobStorageContainer
+    return container(container_name=name, credentials=credentials, base_folder=folder)
 
 
 @contextmanager
@@ -73,8 +80,7 @@ def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, key_of
         fields = (
             {"service_account_info": key_of(endpoint)} if kind == "info" else {"service_account_file": tmp_path / "key.json"}
         )
-        block = GcsBucket(bucket="bucket", bucket_folder="models", gcp_credentials=GcpCredentials(**fields))
-        storage = open_storage(RunConfig(storage=block).storage)
+        storage = open_storage(RunConfig(storage=gcs_bucket(**fields)).storage)
         assert storage.url == "gs://bucket/models"
         storage.put_bytes("run/x", b"123")
         assert storage.get_bytes("run/x") == b"123"
@@ -84,8 +90,7 @@ def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, key_of
 
 
 def azure_block(server, key=None, folder="models/x/"):
-    credentials = AzureBlobStorageCredentials(connection_string=server.connection_string(key))
-    return AzureBlobStorageContainer(container_name=server.new_container(), credentials=credentials, base_folder=folder)
+    return azure_container(server.new_container(), folder, connection_string=server.connection_string(key))
 
 
 def test_an_azure_container_holds_the_checkpoints_of_runs(azurite):
@@ -144,16 +149,15 @@ def test_a_container_with_a_wrong_key_is_a_permission_error_that_shows_no_key(az
     ],
 )
 def test_every_login_of_an_azure_block_reaches_the_client(fields, expected):
-    block = AzureBlobStorageContainer(container_name="c", credentials=AzureBlobStorageCredentials(**fields))
-    spec = parse_storage(block)
+    spec = parse_storage(azure_container(**fields))
     assert (spec.url, spec.options) == ("az://c", expected)
     assert open_storage(spec).url == "az://c"  # the client knows each of these options by this name
 
 
 def test_a_connection_string_without_an_account_is_refused():
-    credentials = AzureBlobStorageCredentials(connection_string="AccountKey=a2V5")
+    block = azure_container(connection_string="AccountKey=a2V5")
     with pytest.raises(ValueError, match="give AccountName") as caught:
-        parse_storage(AzureBlobStorageContainer(container_name="c", credentials=credentials))
+        parse_storage(block)
     assert "a2V5" not in str(caught.value)
 
 
