@@ -394,5 +394,7 @@ def azurite(tmp_path_factory) -> Iterator[AzureServer]:
         pytest.skip(f"{program} is missing: make azurite installs it where there is npm")
     port = free_port()
     options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(tmp_path_factory.mktemp("azurite"))]
-    with running(["node", str(program), "--skipApiVersionCheck", "--silent", *options], port) as server:
+    # Its telemetry would try to reach beyond loopback, again and again: that takes 3 % of a core as long as it lives.
+    options += ["--skipApiVersionCheck", "--silent", "--disableTelemetry"]
+    with running(["node", str(program), *options], port) as server:
         yield AzureServer(server.endpoint)
