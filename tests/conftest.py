@@ -154,7 +154,9 @@ def _compile_tests(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a worker start programs as any other process of tests does."""
+    """Let a worker start programs as any other process of tests does, and nobody look for garbage while it imports tests."""
+    if config.getoption("numprocesses", None) is None:  # else workers import them
+        gc.disable()
     if hasattr(config, "workerinput"):
         forked_programs.start_as_usual()
 
@@ -177,6 +179,7 @@ def pytest_collection_finish() -> None:
     """Have no collection of garbage look at what the imports have made, which takes a tenth of a worker's time otherwise."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 20)  # as in programs of tests
 
 
