@@ -68,6 +68,7 @@ def main() -> None:
     set_process_title(" ".join([sys.executable, __name__, *options]))
     if torch_place and getattr(PathFinder.find_spec("torch"), "origin", None) != torch_place:
         sys.exit(f"{__name__}: ranks import torch from {torch_place}")
+    gc.disable()  # imports leave little garbage, and to look for it takes a sixth of their time
     run_rank = import_for_ranks()
     if (danger := find_danger()) is not None:
         sys.exit(f"{__name__}: a fork would not be safe: {danger}")
@@ -94,10 +95,12 @@ def import_for_ranks() -> Callable[[], None]:
 def _freeze() -> None:
     gc.collect()
     gc.freeze()  # a collection in a rank must not write to the pages that it shares with this process
+    gc.enable()
 
 
 def _import_compiler(control: socket.socket) -> None:
     """Import torch's compiler, without which no optimizer is made; where a fork is not safe with it, start again without it."""
+    gc.disable()  # as above
     import torch._dynamo  # noqa: F401, PLC0415 - it takes longer than the rest of torch
 
     if find_danger() is not None:

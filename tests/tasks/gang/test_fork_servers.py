@@ -35,7 +35,7 @@ same = {
     "main": sorted(vars(sys.modules["__main__"])),
     "encodings": [(it.encoding, it.errors, it.write_through) for it in (sys.stdin, sys.stdout, sys.stderr)],
     "stdin is empty": sys.stdin.read() == "", "descriptors": len(os.listdir("/proc/self/fd")),
-    "torch threads": torch.get_num_threads(), "child": os.environ.pop("CHILD", ""),
+    "torch threads": torch.get_num_threads(), "child": os.environ.pop("CHILD", ""), "collects": gc.isenabled(),
 }
 drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
 print("SHOWN " + json.dumps([same, drawn]), flush=True)
@@ -179,6 +179,12 @@ def test_an_idle_server_imports_what_the_first_optimizer_needs(rank, servers):
     step = "optimizer = torch.optim.SGD(model.parameters())\nmodel(torch.rand(2)).sum().backward()\noptimizer.step()"
     lines, ended = output_of(rank(f"def fn(): ...\n{text}\n{step}\nprint('had', had)\nos._exit(0)", server))
     assert (lines, ended.returncode) == (["had True"], 0)
+
+
+def test_a_server_looks_for_no_garbage_while_it_imports(rank, servers):
+    text = "import gc, os\nprint(gc.get_stats()[0]['collections'])\nos._exit(0)"
+    (number,), _ = output_of(rank(f"def fn(): ...\n{text}", servers.find(variables())))
+    assert int(number) < 100  # else hundreds
 
 
 def test_all_that_a_forked_rank_has_started_ends_with_it(rank, servers):
