@@ -7,13 +7,40 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.filters import (
+    ArtifactCollectionFilter,
+    ArtifactCollectionFilterKey,
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable
 
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
+
+
+def show_page(client: SyncPrefectClient, flow_run_id: UUID | None, key: str, page: str, description: str) -> None:
+    """Show a page that all flow runs share: one creates it, the others update it; two requests, three for a new one.
+
+    A version for each of them would fill the database of Prefect's server, which by default deletes none of them.
+
+    Args:
+        client: A client of Prefect's API.
+        flow_run_id: The flow run to which a new one belongs.
+        key: The key by which the UI finds it.
+        page: Its Markdown.
+        description: Markdown above it.
+
+    """
+    wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+    found = client.read_latest_artifacts(artifact_filter=wanted)
+    page, description = encodable(page), encodable(description)
+    if not found or not _update(client, found[0].latest_id, page, description):
+        made = ArtifactCreate(key=key, type="markdown", description=description, data=page, flow_run_id=flow_run_id)
+        client.create_artifact(made)
 
 
 class LiveArtifact:

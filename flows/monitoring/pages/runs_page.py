@@ -7,7 +7,6 @@ from functools import partial
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import ArtifactCreate
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
@@ -17,7 +16,6 @@ from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.specs.location import canonical
-from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -27,7 +25,7 @@ from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
 from prefect_torch.tasks.run_logs import get_run_logger
 
-from .live_artifact import artifact_key
+from .live_artifact import artifact_key, show_page
 
 _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
@@ -84,15 +82,8 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
     if not rows:
         return
     name = canonical(storage.url).rstrip("/").rpartition("/")[2]
-    client.create_artifact(
-        ArtifactCreate(
-            key=f"{artifact_key(name, storage.url)}-runs",
-            type="markdown",
-            description=f"The runs in `{storage.url}`",
-            data=encodable(write_runs(storage.url, rows, num_left_out, time.time())),
-            flow_run_id=flow_run_id,
-        )
-    )
+    page = write_runs(storage.url, rows, num_left_out, time.time())
+    show_page(client, flow_run_id, f"{artifact_key(name, storage.url)}-runs", page, f"The runs in `{storage.url}`")
 
 
 def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic) -> tuple[list[RunRow], int]:
