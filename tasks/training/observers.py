@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 from uuid import UUID
 
+import httpx
 from prefect_torch.ckpt import Plan
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
@@ -141,4 +142,6 @@ class Observers:
     def _warn_once(self, observer: Observer, exc: Exception) -> None:
         if observer not in self._failing:
             self._failing.add(observer)
-            get_run_logger().warning("%s cannot be shown: %r; the training goes on", type(observer).__name__, exc, exc_info=exc)
+            shown = None if isinstance(exc, httpx.HTTPError) else exc  # the frames of a request say nothing
+            text = "%s cannot be shown: %r; the training goes on"
+            get_run_logger().warning(text, type(observer).__name__, exc, exc_info=shown)

@@ -2,6 +2,7 @@
 
 import threading
 
+import httpx
 from prefect import flow
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.tasks.training import observers as module
@@ -67,6 +68,22 @@ def test_an_observer_that_raises_is_logged_once_and_the_others_go_on(caplog):
     training()
     assert seen.seen[-1] == "last"
     assert caplog.text.count("Broken cannot be shown: ValueError('no such page')") == 1
+
+
+def test_a_page_for_which_prefects_api_is_too_slow_is_one_line_of_the_log(caplog):
+    class Late(Recorder):
+        def observe(self, event):
+            raise httpx.ReadTimeout("timed out")
+
+    @flow
+    def training():
+        observers = Observers([Late()])
+        observers.notify(FIRST)
+        observers.close()
+
+    training()
+    assert "Late cannot be shown: ReadTimeout('timed out')" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_an_observer_that_hangs_delays_the_end_no_longer_than_allowed(caplog):
