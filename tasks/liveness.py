@@ -56,6 +56,14 @@ def has_ended(flow_run_id: str) -> bool | None:
     return state is not None and state.is_final()
 
 
+def is_unknown(flow_run_id: str) -> bool:
+    """Return whether Prefect answers that it does not know a flow run: it was deleted, or is another server's."""
+    try:
+        return has_ended(flow_run_id) is None
+    except httpx.HTTPError:
+        return False
+
+
 @contextmanager
 def impatient_client() -> Iterator[SyncPrefectClient]:
     """Yield a client of Prefect's API that raises after one request without an answer within seconds."""

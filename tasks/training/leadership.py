@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.tasks.liveness import may_be_led
+from prefect_torch.tasks.liveness import is_unknown, may_be_led
 from prefect_torch.tasks.run_logs import get_run_logger
 
 
@@ -85,9 +85,15 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
         if previous.is_sweep
         else f"run {run.name!r} in {run.storage.url} is being trained"
     )
+    remedy = "wait for it, cancel it, choose another name, or give takeover=True"
+    if owner.flow_run_id is not None and is_unknown(owner.flow_run_id):
+        remedy = (
+            "Prefect's API knows no such flow run, so it was deleted, or is another server's: end that process if it still "
+            "runs, then give takeover=True, or choose another name"
+        )
     raise RunBusyError(
         f"{led} by flow run {owner.flow_run_id} (process {owner.pid} on {owner.machine}, attempt {previous.number}, since "
-        f"{previous.claimed_at}); wait for it, cancel it, choose another name, or give takeover=True"
+        f"{previous.claimed_at}); {remedy}"
     )
 
 

@@ -85,6 +85,15 @@ def test_a_run_that_lives_is_refused_unless_it_is_taken_over(store):
     assert planned(store, takeover=True).would_begin
 
 
+def test_nobody_is_told_to_cancel_a_flow_run_that_was_deleted(store):
+    claim_attempt(store, Owner.current(str(uuid.uuid4())), world_size=1)
+    status, text = line(planned(store), "start")
+    assert status == "wrong"
+    assert "Prefect's API knows no such flow run" in text
+    assert f"(process {os.getpid()} on" in text
+    assert "cancel it" not in text
+
+
 def test_a_sweep_is_refused_as_a_training_of_its_name_would_be(store):
     claim_attempt(store, Owner.current(str(uuid.uuid4())), world_size=0)
     status, text = line(planned(store, takeover=True), "start")
