@@ -1,13 +1,16 @@
 """The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
+import asyncio
 import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import FencedError
 from prefect_torch.ckpt.reporting.decisions import Verdict, answer
@@ -217,9 +220,8 @@ class _Leader:
     def _record_termination(self, claimed: Attempt) -> None:
         flow_run_id = claimed.owner.flow_run_id
         cause = self._termination.cause
-        is_in_prefect = isinstance(cause, CancelledInPrefect)
-        is_cancelled = is_in_prefect or (flow_run_id is not None and is_being_cancelled(flow_run_id))
-        by = "Ctrl-C" if self._termination.is_by_keyboard else "in Prefect" if is_in_prefect else type(cause).__name__
+        is_cancelled = isinstance(cause, CancelledInPrefect) or (flow_run_id is not None and is_being_cancelled(flow_run_id))
+        by = _terminated_by(self._termination, self._job.failure.grace_s)
         message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
         if is_cancelled:
             outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
@@ -251,6 +253,22 @@ def _with_traceback(error: RankFailedError) -> str:
     """Return which rank failed, and why, before what is safe: its traceback, which ends with the message, or the message."""
     which, _, _ = str(error).partition(": ")
     return f"{which}:\n{error.traceback.rstrip()}\n" if error.traceback else f"{error}; "
+
+
+def _terminated_by(termination: Termination, grace_s: float) -> str:
+    """Return what requested the termination. Prefect ends a flow at its timeout by the error with which all else cancels it."""
+    cause = termination.cause
+    if termination.is_by_keyboard:
+        return "Ctrl-C"
+    if isinstance(cause, CancelledInPrefect):
+        return "in Prefect"
+    context = FlowRunContext.get()
+    if isinstance(cause, asyncio.CancelledError) and context is not None and context.flow is not None:
+        limit_s, grace_used_s = context.flow.timeout_seconds, grace_s - termination.grace_left_s
+        elapsed_s = (datetime.now(timezone.utc) - context.start_time).total_seconds() - grace_used_s
+        if limit_s is not None and elapsed_s >= limit_s:
+            return f"timeout_seconds={limit_s:g}"
+    return type(cause).__name__
 
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:

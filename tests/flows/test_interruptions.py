@@ -5,8 +5,10 @@ import subprocess
 import sys
 import threading
 import uuid
+from asyncio import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,7 @@ from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, interrup
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
+from prefect_torch.tasks.training import workers_task
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -265,6 +268,16 @@ def test_the_state_of_a_training_that_its_timeout_ended_says_what_is_safe(client
         leading.set_terminated_state(train, failed, failed.state)
         state = client.read_flow_run(failed.id).state
         assert (state.name, state.message) == (name, message)
+
+
+@pytest.mark.parametrize(("elapsed_s", "by"), [(9, "timeout_seconds=8"), (7, "CancelledError")])
+def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
+    began = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
+    context = SimpleNamespace(flow=SimpleNamespace(timeout_seconds=8.0), start_time=began)
+    monkeypatch.setattr(workers_task, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    termination = Termination(30)
+    termination.request(CancelledError())
+    assert workers_task._terminated_by(termination, 30) == by
 
 
 def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
