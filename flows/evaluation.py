@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
@@ -17,9 +18,9 @@ from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.gpus import GpuAllocation, GpusBusyError
-from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.gang.gpus import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
+from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
@@ -31,6 +32,9 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import find_named, gpus_for, machines_for
+from .interruptions import cancellable
+
+_POLL_S = 0.05
 
 
 @short_tracebacks
@@ -163,9 +167,26 @@ def evaluate(
     spec = configured_storage(storage)
     packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))
     job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, packed, log_ranks, log_level)
-    chosen = _choose(spec, run, checkpoints, name, poll_s if watch else None)
-    with outlast_api_outages():
-        return _evaluate_all(job, gpus, machines, chosen)
+    termination = Termination(grace_s=0.0)
+    chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
+    with outlast_api_outages(), cancellable(termination):
+        return _evaluate_all(partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination), chosen)
+
+
+def _pause(seconds: float, termination: Termination) -> None:
+    """Wait, unless the flow run is terminated meanwhile.
+
+    Raises:
+        BaseException: What terminates it.
+
+    """
+    until_s = time.monotonic() + seconds
+
+    def wait() -> None:
+        while not termination.is_requested and (left_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _POLL_S))
+
+    termination.outlast(wait)
 
 
 def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
@@ -176,10 +197,10 @@ def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> P
 
 
 def _choose(
-    storage: StorageSpec, run: str | None, checkpoints: list[str] | str | None, name: str, poll_s: float | None
+    storage: StorageSpec, run: str | None, checkpoints: list[str] | str | None, name: str, pause: Callable[[], None] | None
 ) -> Iterable[CheckpointRef]:
     if checkpoints is not None:
-        if poll_s is not None:
+        if pause is not None:
             raise ValueError("watch=True evaluates every new checkpoint: give either watch or checkpoints, not both")
         named = [checkpoints] if isinstance(checkpoints, str) else checkpoints
         return [find_named(checkpoint, storage, run) for checkpoint in named]
@@ -187,20 +208,20 @@ def _choose(
         raise ValueError("give run, the name of the run to evaluate, or checkpoints")
     store = CheckpointStore.open(storage, run)
     check_begun(store)
-    return _new_checkpoints(store, name, poll_s)
+    return _new_checkpoints(store, name, pause)
 
 
-def _new_checkpoints(store: CheckpointStore, name: str, poll_s: float | None) -> Iterator[CheckpointRef]:
+def _new_checkpoints(store: CheckpointStore, name: str, pause: Callable[[], None] | None) -> Iterator[CheckpointRef]:
     seen: set[str] = set()
     while True:
-        may_come = poll_s is not None and is_being_trained(store)  # asked first, so that the last checkpoints are found below
+        may_come = pause is not None and is_being_trained(store)  # asked first, so that the last checkpoints are found below
         with library_logs_in_run():
             new = _unevaluated(store, name, seen)
         yield from new
-        if poll_s is None or not (may_come or new):
+        if pause is None or not (may_come or new):
             return
         if not new:
-            time.sleep(poll_s)
+            pause()
 
 
 def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[CheckpointRef]:
@@ -218,13 +239,13 @@ def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[Chec
 
 
 def _evaluate_all(
-    job: EvaluationJob, gpus: GpuAllocation, machines: Machines | None, checkpoints: Iterable[CheckpointRef]
+    evaluate_one: Callable[[CheckpointRef], Metrics | None], checkpoints: Iterable[CheckpointRef]
 ) -> dict[str, Metrics]:
     evaluated: dict[str, Metrics] = {}
     failure: Exception | None = None
     for checkpoint in checkpoints:
         try:
-            metrics = evaluate_checkpoint(job, checkpoint, gpus, machines)
+            metrics = evaluate_one(checkpoint)
         except Exception as exc:
             if _is_final(exc):
                 raise

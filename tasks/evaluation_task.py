@@ -60,7 +60,11 @@ class EvaluationJob:
     persist_result=False,
 )
 def evaluate_checkpoint(
-    job: EvaluationJob, checkpoint: CheckpointRef, gpus: GpuAllocation | None = None, machines: Machines | None = None
+    job: EvaluationJob,
+    checkpoint: CheckpointRef,
+    gpus: GpuAllocation | None = None,
+    machines: Machines | None = None,
+    termination: Termination | None = None,
 ) -> Metrics | None:
     """Return the metrics of `checkpoint`, which are attached to it when this returns; None if it was pruned meanwhile.
 
@@ -71,6 +75,7 @@ def evaluate_checkpoint(
         checkpoint: The checkpoint.
         gpus: The GPUs of the ranks, which are taken for the time of this call; None if they have none here.
         machines: The machines of the ranks, which are lent for the time of this call; None for this one.
+        termination: Whether the flow run is being terminated; None if nothing but an exception of its thread says so.
 
     Raises:
         Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
@@ -87,7 +92,7 @@ def evaluate_checkpoint(
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
             if job.working_dir is not None:
                 job.working_dir.store(store)
-            termination = Termination(grace_s=0.0)
+            termination = termination or Termination(grace_s=0.0)
             metrics = termination.outlast(partial(_run, job, store, checkpoint, termination, gpus, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
     except RankFailedError as exc:

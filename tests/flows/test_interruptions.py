@@ -33,7 +33,19 @@ from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, interruptions, leading, sweep, sweeping, train, uniform
+from prefect_torch.flows import (
+    FailureConfig,
+    RunConfig,
+    SearchConfig,
+    evaluate,
+    evaluation,
+    interruptions,
+    leading,
+    sweep,
+    sweeping,
+    train,
+    uniform,
+)
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
@@ -296,6 +308,20 @@ def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
             search=SearchConfig(metric="loss"),
             run=RunConfig(name="sweep", storage=tmp_path),
         )
+
+
+def test_an_evaluation_that_watches_is_cancellable(monkeypatch, tmp_path):
+    """It went on until the training had ended."""
+
+    @contextmanager
+    def cancelled(termination):
+        termination.request(CancelledInPrefect())
+        yield
+
+    monkeypatch.setattr(evaluation, "cancellable", cancelled)
+    claim_attempt(CheckpointStore.open(tmp_path, "run"), Owner.current(), world_size=1)
+    with pytest.raises(CancelledInPrefect):
+        evaluate("json:loads", tmp_path, "run", watch=True, poll_s=60)
 
 
 def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
