@@ -179,7 +179,7 @@ def _watched(find: Callable[[], BaseException | None], termination: Termination)
 def _watch(find: Callable[[], BaseException | None], termination: Termination, has_ended: threading.Event) -> None:
     """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
     found_s: float | None = None
-    while not has_ended.wait(_POLL_S) and not termination.is_requested:
+    while not has_ended.wait(_POLL_S) and termination.cause is None:  # between two attempts, too, when nothing is led
         with suppress(httpx.HTTPError, PrefectException):  # looked for again
             found, now_s = find(), time.monotonic()
             if found is None:

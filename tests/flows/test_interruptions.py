@@ -218,6 +218,15 @@ def test_what_prefect_cannot_say_now_is_asked_again(monkeypatch, error):
     assert termination.cause.reason == "suspended"
 
 
+def test_it_is_watched_between_two_attempts_too(monkeypatch):
+    """After a restart, nothing noticed that the flow run was suspended, cancelled without a worker, or in the way."""
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.0)
+    termination = Termination(1.0)
+    termination.outlast(lambda: None)  # an attempt
+    interruptions._watch(lambda: Interruption("suspended"), termination, threading.Event())
+    assert termination.cause.reason == "suspended"
+
+
 def test_a_cancellation_that_nobody_carries_out_ends_the_training_after_half_a_minute(client, pool, monkeypatch):
     """Its worker may be gone: it trained on to its end, and its flow run stayed Cancelling."""
     cancelled = begin(client, pool, "background", Pending(), Running(), Cancelling())
