@@ -29,7 +29,7 @@ from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
-from prefect_torch.tasks.liveness import is_cancellation
+from prefect_torch.tasks.liveness import flow_run_above, is_cancellation
 
 from .monitoring.messages import current_flow_run
 
@@ -137,17 +137,11 @@ class _Cancellation:
 
 
 def _with_those_above(client: SyncPrefectClient, this: FlowRun) -> list[UUID]:
-    """Return the ids of a flow run and of those above it in its process; two requests for each.
-
-    One of a deployment has a process of its own, which goes on without the flow that has started it by `run_deployment`.
-    """
-    ids = [this.id]
-    while this.parent_task_run_id is not None and this.deployment_id is None:
-        above = client.read_task_run(this.parent_task_run_id).flow_run_id
-        if above is None:
-            break
-        this = client.read_flow_run(above)
-        ids.append(this.id)
+    """Return the ids of a flow run and of those above it in its process; two requests for each."""
+    ids, above = [this.id], flow_run_above(client, this)
+    while above is not None:
+        ids.append(above.id)
+        above = flow_run_above(client, above)
     return ids
 
 

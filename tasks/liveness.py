@@ -10,7 +10,7 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
@@ -74,14 +74,30 @@ def impatient_client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
+def flow_run_above(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
+    """Return the flow run in whose process another one was called; None for one that nobody called. Two requests.
+
+    One of a deployment has a process of its own, which goes on without the flow that has started it by `run_deployment`.
+    """
+    if this.parent_task_run_id is None or this.deployment_id is not None:
+        return None
+    above = client.read_task_run(this.parent_task_run_id).flow_run_id
+    return None if above is None else client.read_flow_run(above)
+
+
 def is_being_cancelled(flow_run_id: str) -> bool:
-    """Return whether a flow run is being cancelled; False if Prefect does not answer one request within seconds."""
+    """Return whether a flow run, or one above it in its process, is being cancelled: a worker cancels the outermost one.
+
+    False if Prefect does not answer a request within seconds.
+    """
     with impatient_client() as client:
         try:
-            state = client.read_flow_run(UUID(flow_run_id)).state
+            this: FlowRun | None = client.read_flow_run(UUID(flow_run_id))
+            while this is not None and not is_cancellation(this.state):
+                this = flow_run_above(client, this)
         except (httpx.HTTPError, ObjectNotFound):
             return False
-    return is_cancellation(state)
+    return this is not None
 
 
 def is_cancellation(state: State[Any] | None) -> bool:

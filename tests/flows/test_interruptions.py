@@ -49,6 +49,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
+from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.training import workers_task
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -272,6 +273,32 @@ def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monke
     ((record, *which),) = at_exit
     record(*which)
     assert client.read_flow_run(begun[0]).state.is_cancelled()
+
+
+def test_what_a_cancelled_flow_has_called_is_cancelled(client):
+    """A worker cancels the outer flow run: the attempt below was recorded as preempted, and its flow run could end Crashed."""
+
+    @flow
+    def called():
+        before = is_being_cancelled(flow_run.id)
+        client.set_flow_run_state(begun[0], Cancelling(), force=True)
+        return before, is_being_cancelled(flow_run.id)
+
+    @task(cache_policy=NO_CACHE)
+    def call():
+        return called()
+
+    @flow
+    def cancelled():
+        begun.append(UUID(flow_run.id))
+        seen.append(call())
+        raise RuntimeError
+
+    begun, seen = [], []
+    with pytest.raises(RuntimeError):
+        cancelled()
+    assert seen == [(False, True)]
+    assert not is_being_cancelled(str(uuid.uuid4()))
 
 
 def test_a_flow_run_of_a_deployment_goes_on_without_the_flow_that_has_started_it(client, pool):
