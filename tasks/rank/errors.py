@@ -1,5 +1,6 @@
 """The errors of a training, as the process that leads it sees them, and the kinds of a rank's failure."""
 
+import copyreg
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
@@ -40,8 +41,11 @@ class RankFailedError(RuntimeError):
         self.was_killed = was_killed
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
-        arguments = (str(self), self.rank, self.kind, self.original, self.traceback)
-        return type(self), arguments, {"was_killed": self.was_killed}
+        original = self.original
+        # With Dask in the process, exceptions of other types bring their causes along, by tblib: a circle without an end.
+        if original is not None and original.__cause__ is self and type(original) in copyreg.dispatch_table:
+            original = None
+        return type(self), (str(self), self.rank, self.kind, original, self.traceback), {"was_killed": self.was_killed}
 
 
 class RestartsUsedUpError(RuntimeError):

@@ -1,7 +1,9 @@
 """What a failure counts as is told by its type and origin, not by words in its text."""
 
+import copyreg
 import errno
 import os
+import pickle
 import signal
 import sys
 
@@ -33,6 +35,24 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] C
 
 class QuotingError(RuntimeError):
     """A user's own error, whatever it quotes."""
+
+
+def test_what_a_training_raises_is_pickled_where_exceptions_bring_their_causes_along(monkeypatch):
+    """As they do by tblib, once Dask is imported: the cause holds the exception itself, which had no end."""
+
+    def with_cause(error):
+        return pair, (error.args[0], error.__cause__)
+
+    failed = RankFailedError("rank 0 failed", 0, "user", KeyError("lr"), "its traceback")
+    failed.original.__cause__ = failed
+    assert str(pickle.loads(pickle.dumps(failed)).original) == "'lr'"
+    monkeypatch.setitem(copyreg.dispatch_table, KeyError, with_cause)
+    text, cause = pickle.loads(pickle.dumps(failed.original))
+    assert (text, cause.traceback) == ("lr", "its traceback")
+
+
+def pair(*both):
+    return both
 
 
 def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_exits():
