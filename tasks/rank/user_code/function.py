@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from prefect_torch.ckpt.context import context_or_none
 
 from .code_pickle import dump
 from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
@@ -54,13 +55,19 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
     Raises:
         ValueError: If there is no such module, file or function.
         TypeError: If the function or its configuration cannot be pickled, or ranks cannot call it.
-        RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on.
+        RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on. Or if a
+            rank is running one: each rank would start ranks of its own.
 
     """
     if _unpacking:
         raise RuntimeError(
             f"a rank that imports {_unpacking[0]} would start ranks itself, and these theirs: put the call that starts the "
             'training below `if __name__ == "__main__":`, or into another file'
+        )
+    if (context := context_or_none()) is not None:
+        raise RuntimeError(
+            f"rank {context.world_rank} of run {context.run_name!r} would start ranks itself, as would each of the "
+            f"{context.world_size}: call this from a flow or a program, before that training or after it"
         )
     reference = None
     value: TrainFunction | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from prefect_torch.ckpt.context import TrainContext, set_context
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
@@ -178,6 +179,16 @@ def test_a_file_that_starts_its_own_training_wherever_it_is_imported_is_refused(
     with pytest.raises(RuntimeError, match=r'unguarded.py:train_fn would start ranks itself.* `if __name__ == "__main__":`'):
         unpack_function(packed)
     pack_function("user_training:train_fn", None)
+
+
+def test_a_rank_that_would_start_ranks_itself_is_refused():
+    set_context(TrainContext(1, 1, 0, 2, 2, "digits", 1))
+    try:
+        with pytest.raises(RuntimeError, match="rank 1 of run 'digits' would start ranks itself, as would each of the 2"):
+            pack_function("os:getcwd", None)
+    finally:
+        set_context(None)
+    pack_function("os:getcwd", None)
 
 
 @pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
