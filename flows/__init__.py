@@ -8,7 +8,11 @@ flow of the user's own may start that server before it uses one of these.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .prefect_api import embedded_server as _embedded_server  # noqa: F401 - its import has an effect
+from prefect_torch.tasks.rank.user_code.shadowing import check_is_package as _check_is_package
+
+_check_is_package("prefect")  # before its first import, which would say that it is no package, or run the user's file
+
+from .prefect_api import embedded_server as _embedded_server  # noqa: E402, F401 - its import has an effect
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.domains import choice, grid, loguniform, randint, uniform

@@ -16,6 +16,7 @@ from prefect_torch.ckpt.context import context_or_none
 
 from .code_pickle import dump
 from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
+from .shadowing import check_is_package
 
 _unpacking: list[str] = []  # names of the functions whose module this rank is importing
 _packing = threading.Lock()  # cloudpickle's list of modules by value is that of the whole process
@@ -57,6 +58,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
         TypeError: If the function or its configuration cannot be pickled, or ranks cannot call it.
         RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on. Or if a
             rank is running one: each rank would start ranks of its own.
+        ImportError: If ranks would import a file of the user's as torch.
 
     """
     if _unpacking:
@@ -77,6 +79,7 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
         value = check_signature(function, evaluates=evaluates)
     else:
         raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
+    check_is_package("torch")
     name = reference or str(getattr(function, "__qualname__", function))
     return PackedFunction(
         reference=reference,

@@ -191,6 +191,20 @@ def test_a_rank_that_would_start_ranks_itself_is_refused():
     pack_function("os:getcwd", None)
 
 
+@pytest.mark.parametrize(
+    ("name", "statement"),
+    [
+        ("prefect", "import prefect_torch.flows"),
+        ("torch", "from prefect_torch.tasks.rank.user_code.function import pack_function as pack; pack('os:getcwd', None)"),
+    ],
+)
+def test_a_file_that_is_found_in_the_place_of_a_package_is_named(tmp_path, name, statement):
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('ran')")
+    done = subprocess.run([sys.executable, "-c", statement], cwd=tmp_path, capture_output=True, text=True, check=False)
+    expected = f"ImportError: {tmp_path / name}.py is imported instead of the package {name!r}: rename it"
+    assert done.stderr.strip().splitlines()[-1] == expected
+
+
 @pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
 def test_what_is_neither_a_function_nor_a_reference_is_refused(value):
     with pytest.raises(TypeError, match="train_fn must be a function"):
