@@ -60,6 +60,7 @@ class RankCommits:
         self._events = events
         self._attempt = attempt
         self._decided: list[str] = []  # the topics of the previous commit
+        self._has_warned_of_empty = False
         self._parent = None if restored is None else _name_from(run, restored)
         self.committed_step = restored.step if restored is not None and belongs_to(run, restored) else -1
 
@@ -94,8 +95,20 @@ class RankCommits:
             staged.release()
         self._parent, self.committed_step = staged.checkpoint_id, staged.agreement.step
         if manifest is not None:
+            self._warn_if_empty(manifest)
             costs = (manifest.total_bytes, time.monotonic() - started_s, manifest.timings["stall_s"])
             self._events.send(CommitEvent(manifest.id, manifest.step, manifest.metrics, *costs))
+
+    def _warn_if_empty(self, manifest: Manifest) -> None:
+        """Warn, once, of a checkpoint in which no rank has stored anything: a training that resumes from it begins anew."""
+        if manifest.files or manifest.metadata or self._has_warned_of_empty:
+            return
+        self._has_warned_of_empty = True
+        _logger.warning(
+            "the checkpoint of step %d is empty, since no rank had a file in the directory that it reported; write the files "
+            "before the report, or report the metrics alone",
+            manifest.step,
+        )
 
     def _forget_decisions(self, decided: list[str]) -> None:
         """Drop the decisions on the previous commit: every rank has read them, since all have reached this one."""

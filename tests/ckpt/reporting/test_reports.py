@@ -244,6 +244,19 @@ def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
     assert read_files(store.checkpoint(store.list()[0])) == {}
 
 
+def test_a_checkpoint_without_a_file_is_warned_of_once(store, tmp_path, caplog):
+    session = Attempt(store).session()
+    empty = folder(tmp_path / "empty")
+    session.report({}, folder(tmp_path / "c", model="x"))
+    empty.set_metadata({"position": 3})
+    session.report({}, empty)  # a checkpoint may be its metadata
+    assert caplog.messages == []
+    empty.set_metadata({})
+    session.report({}, empty)
+    session.report({}, empty)
+    assert [message.partition(",")[0] for message in caplog.messages] == ["the checkpoint of step 2 is empty"]
+
+
 def test_a_sync_report_leaves_the_folder_as_it_was(store, tmp_path):
     Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
     (tmp_path / "c/model").write_bytes(b"y")
