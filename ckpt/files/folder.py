@@ -33,12 +33,13 @@ def existing_directory(path: str) -> Path:
     """Return the directory at `path`.
 
     Raises:
-        CheckpointNotFoundError: If it does not exist.
+        CheckpointNotFoundError: If it does not exist, or is a file.
 
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise CheckpointNotFoundError(f"there is no directory {path}")
+        is_file = f"{path} is a file: give its directory, since a checkpoint is all that a directory holds"
+        raise CheckpointNotFoundError(is_file if directory.is_file() else f"there is no directory {path}")
     return directory
 
 

@@ -73,8 +73,9 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         return int(value)
     if isinstance(value, float):
         return float(value)
+    shape = f" with the shape {tuple(value.shape)}" if isinstance(getattr(value, "ndim", None), int) and value.ndim else ""  # type: ignore[attr-defined]
     raise ValueError(
-        f"metric {name!r} is of type {type(value).__name__}; "
+        f"metric {name!r} is of type {type(value).__name__}{shape}; "
         "report numbers, bools, strings, None or dicts of them (a tensor's .item(), a list's mean), "
         "and put everything else into the checkpoint"
     )

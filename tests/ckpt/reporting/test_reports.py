@@ -236,6 +236,9 @@ def test_a_folder_that_does_not_exist_is_not_found(store, tmp_path):
     session = Attempt(store).session()
     with pytest.raises(FileNotFoundError, match="there is no directory"):
         session.report({}, Checkpoint.from_directory(tmp_path / "missing"))
+    (tmp_path / "model.pt").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match=r"/model.pt is a file: give its directory"):
+        session.report({}, Checkpoint.from_directory(tmp_path / "model.pt"))
 
 
 def test_an_empty_folder_is_a_checkpoint(store, tmp_path):

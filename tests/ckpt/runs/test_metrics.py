@@ -63,6 +63,12 @@ def test_anything_else_is_refused_by_name(value):
         clean_metrics({"eval": {"loss": value}})
 
 
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(2)])
+def test_a_refused_array_is_named_with_its_shape(value):
+    with pytest.raises(ValueError, match=rf"is of type {type(value).__name__} with the shape \(2,\); report numbers"):
+        clean_metrics({"loss": value})
+
+
 def test_what_contains_itself_is_refused_by_name():
     metrics: dict = {}
     metrics["again"] = metrics
