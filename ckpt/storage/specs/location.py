@@ -22,6 +22,7 @@ BLOCK_SLUGS = {
 }
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):(?!//)", re.IGNORECASE)
+_OF_WINDOWS = re.compile(r"[A-Za-z]:(?:\\|/)")
 # A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
@@ -103,7 +104,14 @@ def _absolute(path: str) -> str:
         raise ValueError(
             f"{path.partition(':')[0]}:/… is a URL that lost a slash, as in pathlib.Path('s3://…'): give the URL as a string"
         )
-    return str(Path(path).expanduser().absolute())
+    if os.sep == "/" and _OF_WINDOWS.match(path):
+        raise ValueError(
+            f"{path} is a path of Windows: give one of the machine that runs the ranks (of WSL, /mnt/c/… for C:\\…)"
+        )
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as exc:
+        raise ValueError(f"{path}: nothing says which directory {path.partition('/')[0]!r} is here; give a whole path") from exc
 
 
 def normalized(spec: StorageSpec) -> StorageSpec:
