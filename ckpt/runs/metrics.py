@@ -4,7 +4,7 @@ import json
 import math
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 MetricValue: TypeAlias = "bool | int | float | str | dict[str, MetricValue] | None"
 Metrics: TypeAlias = dict[str, MetricValue]
@@ -73,12 +73,16 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    shape = f" with the shape {tuple(value.shape)}" if isinstance(getattr(value, "ndim", None), int) and value.ndim else ""  # type: ignore[attr-defined]
     raise ValueError(
-        f"metric {name!r} is of type {type(value).__name__}{shape}; "
+        f"metric {name!r} is of type {type(value).__name__}{_show_shape(value)}; "
         "report numbers, bools, strings, None or dicts of them (a tensor's .item(), a list's mean), "
         "and put everything else into the checkpoint"
     )
+
+
+def _show_shape(value: Any) -> str:
+    """Return the shape of an array or a tensor in words; nothing for anything else."""
+    return f" with the shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else ""
 
 
 def _has_item(value: object) -> bool:
