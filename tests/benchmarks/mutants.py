@@ -337,7 +337,7 @@ MUTANTS = [
         "ckpt/storage/local_files/groups.py",
         "tests/ckpt/storage/test_groups.py",
         ("self._written[folder.key].append(name)", "pass"),
-        ("if exc.errno not in _CANNOT_LINK:", "if True:"),
+        ("if exc.errno not in _CANNOT_LINK and not self._is_refused_by_fuse(exc):", "if True:"),
         ("status.st_nlink == 1", "True"),
     ),
     *mutants_of(

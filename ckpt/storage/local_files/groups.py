@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.machine.mounts import filesystem_of
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .copies import copy_file, read_small, require_whole, write_small
@@ -83,10 +84,14 @@ class _Folder:
                 self.way.unlink(name)
                 link()
         except OSError as exc:
-            if exc.errno not in _CANNOT_LINK:
+            if exc.errno not in _CANNOT_LINK and not self._is_refused_by_fuse(exc):
                 raise
             return False
         return True
+
+    def _is_refused_by_fuse(self, error: OSError) -> bool:
+        """Return whether it is EIO from FUSE, where rclone's mounts answer it to each link, which they do not support."""
+        return error.errno == errno.EIO and (filesystem_of(os.fstat(self.way.folder).st_dev) or "").startswith("fuse")
 
 
 class _Group:

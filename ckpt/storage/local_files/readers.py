@@ -44,7 +44,8 @@ def _is_locked(storage: Storage, key: str) -> bool:
     except OSError:  # no locks here
         return False
     finally:
-        os.close(descriptor)
+        with suppress(OSError):  # nothing was written: rclone's mounts refuse what is open for writing at its close only
+            os.close(descriptor)
     return False
 
 

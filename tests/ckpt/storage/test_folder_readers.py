@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import multiprocessing
+import os
 import signal
 from pathlib import Path
 
@@ -41,6 +42,23 @@ def test_a_prune_leaves_the_files_of_a_reader_until_it_has_finished(store, old, 
         with pytest.raises(CheckpointNotFoundError), old.as_directory():
             pass
     assert collect_garbage(store) == [old.id]
+    assert data_of(store, old) == []
+
+
+def test_a_prune_deletes_where_a_file_that_was_opened_for_writing_is_refused_at_its_close(store, old, monkeypatch):
+    """As a mount of rclone without --vfs-cache-mode does, whose files are written whole or not at all."""
+    close, refused = os.close, []
+
+    def refuse(descriptor):
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        close(descriptor)
+        if mode == os.O_RDWR:
+            refused.append(descriptor)
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "close", refuse)
+    assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [old.id]
+    assert refused
     assert data_of(store, old) == []
 
 

@@ -194,6 +194,19 @@ def test_an_owned_file_that_cannot_be_linked_is_copied_and_durable(storage, sour
         assert ("sync", inode) in calls.done or calls.done[-1] == ("sync all", None)
 
 
+def test_a_mount_of_rclone_answers_an_input_output_error_to_each_link_and_gets_copies(storage, source, monkeypatch):
+    from prefect_torch.ckpt.storage.local_files import groups  # noqa: PLC0415 - patched
+
+    def refuse(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(groups, "filesystem_of", lambda device: "fuse.rclone")
+    stored = storage.put_files(written(source, ["a", "b"]), owned=True)
+    assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
+    assert storage.get_bytes("run/x/a") == storage.get_bytes("run/x/b") == b"data"
+
+
 def test_two_mounts_of_one_filesystem_need_a_copy(tmp_path):
     """As two volumes of a container on one disk: they are one device, and no file can be renamed or linked between them."""
     for name in ("source", "store"):
