@@ -128,7 +128,11 @@ def part_of_rank(
         for path in paths:
             target = part / below / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            link(str((folder / path).resolve()), str(target))
+            source = str((folder / path).resolve())
+            try:
+                link(source, str(target))
+            except OSError:  # no second names here, or not in another directory (BeeGFS): the report copies the file then
+                target.symlink_to(source)
         yield Checkpoint.from_directory(part)
 
 

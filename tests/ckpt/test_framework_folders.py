@@ -1,5 +1,6 @@
 """Who brings which file of a folder that ranks wrote together."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -54,6 +55,18 @@ def test_the_folder_stays_as_it_is(written, link):
         assert (part.directory / "checkpoint/model.safetensors").read_text() == "model.safetensors"
     assert not part.path.startswith(str(written))
     assert scan_files(written) == before
+
+
+@pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EIO])
+def test_where_a_file_gets_no_second_name_a_link_leads_to_it(written, reason):
+    """As on BeeGFS, where both names must be in one directory."""
+
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), refuse, below="") as part:
+        assert (part.directory / "model.safetensors").is_symlink()
+        assert (part.directory / "model.safetensors").read_text() == "model.safetensors"
 
 
 def test_a_rank_without_files_brings_nothing(tmp_path):
