@@ -5,8 +5,9 @@ import fcntl
 import io
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -21,6 +22,7 @@ _LEAST_BYTES = 8 * 2**20  # below, threads and memory of its own cost more than 
 _PIECE_BYTES = 4 * 2**20
 _PIECES = 4  # one is read and digested while others are written
 _WRITERS = 2  # the disk always has a write to do: the next one waits for it and not for Python
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DIRECT, or not from this memory
 
 
@@ -102,6 +104,17 @@ def write_small(data: bytes, target: int, path: Callable[[], Path]) -> Transfer:
     finally:
         os.close(target)
     return written
+
+
+@contextmanager
+def naming_if_full(path: Callable[[], Path]) -> Iterator[None]:
+    """Name the written file in the error of a full filesystem or quota: what writes to a descriptor knows no name."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _FULL and exc.filename is None:
+            exc.filename = str(path())
+        raise
 
 
 def require_whole(file: int, written: Transfer, path: Callable[[], Path]) -> None:

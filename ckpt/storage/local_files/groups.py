@@ -16,7 +16,7 @@ from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.machine.mounts import filesystem_of
 from prefect_torch.ckpt.storage.protocol import Transfer
 
-from .copies import copy_file, read_small, require_whole, write_small
+from .copies import copy_file, naming_if_full, read_small, require_whole, write_small
 from .free_space import FreeSpace
 from .root_folder import RootFolder, Way
 from .syncing import GroupSync
@@ -141,15 +141,16 @@ class _Group:
 
     def _write(self, folder: _Folder, name: str, path: str | Path) -> None:
         self._written[folder.key].append(name)
-        if (data := read_small(path)) is not None:
-            self._space.take(folder.way, len(data))
-            written = write_small(data, folder.create(name), lambda: folder.way.path(name))
-        else:
-            with io.FileIO(path) as source:
-                self._space.take(folder.way, os.fstat(source.fileno()).st_size)
-                with io.FileIO(folder.create(name), "w") as target:
-                    written = copy_file(source, target)
-                    require_whole(target.fileno(), written, lambda: folder.way.path(name))
+        with naming_if_full(lambda: folder.way.path(name)):
+            if (data := read_small(path)) is not None:
+                self._space.take(folder.way, len(data))
+                written = write_small(data, folder.create(name), lambda: folder.way.path(name))
+            else:
+                with io.FileIO(path) as source:
+                    self._space.take(folder.way, os.fstat(source.fileno()).st_size)
+                    with io.FileIO(folder.create(name), "w") as target:
+                        written = copy_file(source, target)
+                        require_whole(target.fileno(), written, lambda: folder.way.path(name))
         if not folder.is_covered:
             self._sync.begin(folder.way.path(name))
         self._keep(folder, name, written)

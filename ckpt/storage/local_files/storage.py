@@ -15,7 +15,7 @@ from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, wr
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
-from .copies import copy_file, require_whole, write_and_digest
+from .copies import copy_file, naming_if_full, require_whole, write_and_digest
 from .free_space import FreeSpace
 from .groups import store_group
 from .root_folder import RootFolder, Way, despite_deletes
@@ -226,7 +226,7 @@ class LocalStorage:
         way, file = self._create(folders, temporary)
         with way:
             try:
-                with file:
+                with naming_if_full(lambda: self._path(key)), file:
                     if size is not None:
                         FreeSpace().take(way, size)
                     written = write(file)

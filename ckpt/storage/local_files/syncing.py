@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.mounts import filesystem_of
 
+from .copies import naming_if_full
 from .root_folder import Way
 
 # syncfs() waits for the disk and reports failed writes on these alone: FUSE does not pass it on, network filesystems and
@@ -82,6 +83,7 @@ def _sync_filesystem(descriptor: int) -> None:
 def _sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming_if_full(lambda: path):  # a file server may say so only now
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import re
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -205,6 +207,36 @@ def test_a_mount_of_rclone_answers_an_input_output_error_to_each_link_and_gets_c
     stored = storage.put_files(written(source, ["a", "b"]), owned=True)
     assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
     assert storage.get_bytes("run/x/a") == storage.get_bytes("run/x/b") == b"data"
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_filesystem_that_is_full_in_mid_write_is_told_with_the_file(storage, source, monkeypatch, call, reason):
+    """What fails there is a call with a descriptor, whose error names nothing; a file server may fail only the last one."""
+    files = written(source, ["a"])
+    storage.put_bytes("run/x/there", b"")
+    fsync = os.fsync
+
+    def fail(descriptor, *_):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return fsync(descriptor)
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=re.escape(os.strerror(reason))) as caught:
+        storage.put_files(files)
+    assert caught.value.filename == str(Path(storage.url, "run/x/a"))
+
+
+def test_an_object_for_which_a_filesystem_has_no_space_in_mid_write_is_named(storage, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    storage.put_bytes("run/x/there", b"")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        storage.put_bytes("run/x/a", b"data")
+    assert caught.value.filename == str(Path(storage.url, "run/x/a"))
 
 
 def test_two_mounts_of_one_filesystem_need_a_copy(tmp_path):
