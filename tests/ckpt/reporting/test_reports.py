@@ -547,6 +547,20 @@ def test_files_that_the_storage_keeps_as_one_are_no_checkpoint(tmp_path, monkeyp
     assert len(store.list()) == 2
 
 
+@pytest.mark.parametrize(("one", "other"), [("Model", "model"), ("in/A/x", "in/a/x")], ids=["file", "folder"])
+def test_one_file_that_has_a_number_by_each_name_is_still_one(tmp_path, monkeypatch, one, other):
+    """As on exFAT through FUSE, which numbers the names that were looked up: only a listing shows that there is one file."""
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    session = Attempt(store).session()
+    for name in ("in/A", "in/a"):
+        (tmp_path / "c" / name).mkdir(parents=True)
+    listed, hidden = Path.iterdir, {"model", "a"}
+    monkeypatch.setattr(Path, "iterdir", lambda path: (it for it in listed(path) if it.name not in hidden))
+    with pytest.raises(ReportMismatchError, match=r"takes '.*' and '.*' for the name of one file"):
+        session.report({}, folder(tmp_path / "c", **{one: "x", other: "y"}))
+    assert store.list() == []
+
+
 def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
     zombie = Attempt(store, 2)
     claim_attempt(store, Owner.current(), world_size=2)
