@@ -72,7 +72,7 @@ def prune(
     }
     for future in pruned.values():
         future.wait()
-    refresh_runs_page(spec)
+    refresh_runs_page(spec, in_place=True)
     found = {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
     if refused:
         raise refused[0]

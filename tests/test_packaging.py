@@ -25,7 +25,7 @@ FOLDERS = ["package", "ckpt", "tasks", "flows", "deployments"]
 OF_PYDANTIC_2_10_1 = {
     *("BaseModel", "BeforeValidator", "ConfigDict", "Field", "FiniteFloat", "GetJsonSchemaHandler", "HttpUrl", "InstanceOf"),
     *("PlainSerializer", "SecretStr", "SerializeAsAny", "SerializerFunctionWrapHandler", "ValidationError"),
-    *("ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator", "field_validator"),
+    *("ValidationInfo", "ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator", "field_validator"),
     *("model_serializer", "model_validator"),
 }
 SOURCES = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]

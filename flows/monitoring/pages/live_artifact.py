@@ -22,10 +22,10 @@ from prefect_torch.ckpt.text import encodable
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
 
 
-def show_page(client: SyncPrefectClient, flow_run_id: UUID | None, key: str, page: str, description: str) -> None:
-    """Show a page that all flow runs share: one creates it, the others update it; two requests, three for a new one.
-
-    A version for each of them would fill the database of Prefect's server, which by default deletes none of them.
+def add_version(
+    client: SyncPrefectClient, flow_run_id: UUID | None, key: str, page: str, description: str, *, in_place: bool
+) -> None:
+    """Add a version of a page that several flow runs show, or update the newest one.
 
     Args:
         client: A client of Prefect's API.
@@ -33,14 +33,17 @@ def show_page(client: SyncPrefectClient, flow_run_id: UUID | None, key: str, pag
         key: The key by which the UI finds it.
         page: Its Markdown.
         description: Markdown above it.
+        in_place: Whether the newest one is updated, if there is one: one request more, and no version more.
 
     """
-    wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
-    found = client.read_latest_artifacts(artifact_filter=wanted)
     page, description = encodable(page), encodable(description)
-    if not found or not _update(client, found[0].latest_id, page, description):
-        made = ArtifactCreate(key=key, type="markdown", description=description, data=page, flow_run_id=flow_run_id)
-        client.create_artifact(made)
+    if in_place:
+        wanted = ArtifactCollectionFilter(key=ArtifactCollectionFilterKey(any_=[key]))
+        found = client.read_latest_artifacts(artifact_filter=wanted)
+        if found and _update(client, found[0].latest_id, page, description):
+            return
+    made = ArtifactCreate(key=key, type="markdown", description=description, data=page, flow_run_id=flow_run_id)
+    client.create_artifact(made)
 
 
 class LiveArtifact:

@@ -25,7 +25,7 @@ from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
 from prefect_torch.tasks.run_logs import get_run_logger
 
-from .live_artifact import artifact_key, show_page
+from .live_artifact import add_version, artifact_key
 
 _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
@@ -56,23 +56,25 @@ class RunRow:
     num_trials: int | None = None
 
 
-def refresh_runs_page(storage: StorageSpec) -> None:
-    """Publish the page of `storage` from a flow run; a failure is logged, and the flow goes on."""
+def refresh_runs_page(storage: StorageSpec, *, in_place: bool = False) -> None:
+    """Publish the page of `storage` from a flow run, as `publish_runs` does; a failure is logged, and the flow goes on."""
     try:
         with get_client(sync_client=True) as client:
             brief = replace(storage, retry=replace(storage.retry, deadline_s=_LONGEST_S))
-            publish_runs(client, brief, UUID(flow_run.id))
+            publish_runs(client, brief, UUID(flow_run.id), in_place=in_place)
     except Exception as exc:  # noqa: BLE001 - a page is not worth a training
         get_run_logger().warning("the page of the storage's runs is not refreshed: %r", exc)
 
 
-def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: UUID | None) -> None:
+def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: UUID | None, *, in_place: bool = False) -> None:
     """Publish the page of `storage`; costs three small requests for each run, and a read of the metrics of the newest fifty.
 
     Args:
         client: A client of Prefect's API.
         storage: The storage.
         flow_run_id: The flow run that refreshes it.
+        in_place: Whether the newest version is updated, if there is one, instead of adding that of this flow run: those of a
+            flow that runs each hour would fill the database of Prefect's server, which by default deletes none of them.
 
     Raises:
         StorageError: If the storage does not answer.
@@ -83,7 +85,8 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
         return
     name = canonical(storage.url).rstrip("/").rpartition("/")[2]
     page = write_runs(storage.url, rows, num_left_out, time.time())
-    show_page(client, flow_run_id, f"{artifact_key(name, storage.url)}-runs", page, f"The runs in `{storage.url}`")
+    key, description = f"{artifact_key(name, storage.url)}-runs", f"The runs in `{storage.url}`"
+    add_version(client, flow_run_id, key, page, description, in_place=in_place)
 
 
 def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic) -> tuple[list[RunRow], int]:

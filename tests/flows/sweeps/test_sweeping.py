@@ -229,7 +229,7 @@ def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes
 
 def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(run):
     claim_attempt(Run.open(run.storage, run.name), Owner.current(str(uuid.uuid4())), world_size=0)
-    with pytest.raises(RunBusyError, match=r"sweep 'digits' in .* is led by flow run .*, or give takeover=True"):
+    with pytest.raises(RunBusyError, match=r"sweep 'digits' in .* is led by flow run .* then give takeover=True"):
         sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=run)
     taken = run.model_copy(update={"takeover": True})
     result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=taken)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
-from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key, show_page
+from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, add_version, artifact_key
 from prefect_torch.tasks.training.backoff import Backoff
 
 
@@ -105,9 +105,9 @@ def test_a_flow_run_that_runs_again_goes_on_with_its_artifact(may_exist):
     assert updated[-1][1] == "b"
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_page_that_flow_runs_share_has_one_version(is_known):
-    """Each training and each hourly prune left a version of the storage's page, which no server deletes."""
+@pytest.mark.parametrize(("is_known", "in_place"), [(False, True), (True, True), (True, False)])
+def test_a_page_that_flow_runs_share_gets_no_version_in_place(is_known, in_place):
+    """Each hourly prune left a version of the storage's page, which no server deletes."""
 
     class Client:
         def read_latest_artifacts(self, artifact_filter):
@@ -121,6 +121,6 @@ def test_a_page_that_flow_runs_share_has_one_version(is_known):
             updated.append((artifact_id, update.data, update.description))
 
     made, updated, earlier, this = [], [], uuid4(), uuid4()
-    show_page(Client(), this, "key", "page", "of it")
-    assert made == ([] if is_known else [("key", "markdown", "page", this)])
-    assert updated == ([(earlier, "page", "of it")] if is_known else [])
+    add_version(Client(), this, "key", "page", "of it", in_place=in_place)
+    assert made == ([] if is_known and in_place else [("key", "markdown", "page", this)])
+    assert updated == ([(earlier, "page", "of it")] if is_known and in_place else [])
