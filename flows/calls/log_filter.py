@@ -7,8 +7,9 @@ from contextvars import ContextVar
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
+from prefect_torch.flows.prefect_api.final_state import is_of_state
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.tracebacks import has_user_frames, is_defect, is_from_here, user_traceback
+from prefect_torch.tasks.rank.tracebacks import first_line, has_user_frames, is_defect, is_from_here, user_traceback
 
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
@@ -32,6 +33,7 @@ _LEVELS = (
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
 _LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
+_UNRECORDED = "Prefect's API did not record the final state of this flow run"
 _LOST = "Prefect's API does not know this flow run any more: it was deleted, or the server has another database now"
 
 
@@ -48,6 +50,9 @@ class FlowLogFilter(logging.Filter):
             record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
         if _is_of_lost_flow_run(record):
             record.exc_info, record.msg, record.args = None, _LOST, ()
+            return True
+        if (error := _error_of_state(record)) is not None:
+            record.exc_info, record.msg, record.args = None, f"{_UNRECORDED}: {first_line(error)}", ()
             return True
         if _is_repetition(record) or _is_of_termination(record):
             return False
@@ -131,6 +136,12 @@ def _is_of_lost_flow_run(record: logging.LogRecord) -> bool:
     """Return whether Prefect's API answered that there is no such flow run, when its final state was to be recorded."""
     error = record.exc_info[1] if record.exc_info else None
     return isinstance(error, ObjectNotFound) and "/flow_runs/" in str(error.http_exc) and _is_of_flow(record)
+
+
+def _error_of_state(record: logging.LogRecord) -> BaseException | None:
+    """Return why the final state could not be recorded, as where Prefect's key has expired or its API stayed away, or None."""
+    error = record.exc_info[1] if record.exc_info else None
+    return error if error is not None and is_of_state(error) and _is_of_flow(record) else None
 
 
 def _is_of_flow(record: logging.LogRecord) -> bool:

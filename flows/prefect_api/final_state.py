@@ -1,6 +1,7 @@
 """The completed state of a flow, whose result reaches the caller also where Prefect loses it on the way."""
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ from prefect.states import Completed
 P = ParamSpec("P")
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
+_SET_STATE = re.compile(r"/flow_runs/[^/]+/set_state$")
 # By the flow that is called: for each try, its flow run's id and its result.
 _returned: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", default=None)
 
@@ -38,9 +40,10 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     """Call a flow, and return its result also where Prefect raises though it has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
-    refuses the second one, and answers with a state that has no data: MissingResult. One whose database was replaced, or from
-    which the flow run was deleted, answers ObjectNotFound, and no state can be recorded; that would hide what the flow raised,
-    too. Of a flow that has retries and returns a state, Prefect's engine raises the exception of a try before the one that has
+    refuses the second one, and answers with a state that has no data: MissingResult. Where no state can be recorded, the error
+    of that request is raised, and would hide what the flow raised, too: ObjectNotFound of a server whose database was replaced,
+    or from which the flow run was deleted, and an error of HTTP where the API key has expired meanwhile, or the API stays away.
+    Of a flow that has retries and returns a state, Prefect's engine raises the exception of a try before the one that has
     completed.
 
     Args:
@@ -54,20 +57,32 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     try:
         return call(*args, **kwargs)
     except Exception as exc:
-        if not results and isinstance(exc, ObjectNotFound) and (raised := _raised_before(exc)) is not None:
+        is_unrecorded = isinstance(exc, ObjectNotFound) or is_of_state(exc)
+        if not results and is_unrecorded and (raised := _raised_before(exc)) is not None:
             raise raised from raised.__cause__
-        if not results or not (isinstance(exc, (MissingResult, ObjectNotFound)) or _has_completed(results[-1][0])):
+        if not results or not (is_unrecorded or isinstance(exc, MissingResult) or _has_completed(results[-1][0])):
             raise
         flow_run_id, result = cast("tuple[str, R]", results[-1])
         if isinstance(exc, ObjectNotFound):
             _logger.warning("it has completed, but Prefect's API knows no flow run %s any more to record that", flow_run_id)
+        elif is_unrecorded:
+            text = "it has completed, but Prefect's API did not record that of flow run %s: %s"
+            _logger.warning(text, flow_run_id, str(exc).partition("\n")[0] or repr(exc))
         return result
     finally:
         _returned.reset(token)
 
 
-def _raised_before(lost: ObjectNotFound) -> Exception | None:
-    """Return the exception for whose state Prefect's API found no flow run; None if `lost` is the flow's own."""
+def is_of_state(error: BaseException) -> bool:
+    """Return whether `error` is of HTTP, and came of a request to Prefect's API that sets the state of a flow run."""
+    with suppress(RuntimeError):  # httpx: an error without a request
+        if isinstance(error, httpx.HTTPError):
+            return _SET_STATE.search(error.request.url.path) is not None
+    return False
+
+
+def _raised_before(lost: Exception) -> Exception | None:
+    """Return the exception whose state Prefect's API did not record; None if `lost` is the flow's own."""
     error = lost.__context__
     while isinstance(error, (ObjectNotFound, httpx.HTTPError)):
         error = error.__context__

@@ -36,12 +36,14 @@ def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_
     assert answers_lost == [201] * 4
 
 
-def test_a_result_and_an_error_arrive_though_the_api_has_lost_the_flow_run(monkeypatch, caplog):
+@pytest.mark.parametrize(("status", "said"), [(404, "knows no flow run"), (401, "did not record that of flow run")])
+def test_a_result_and_an_error_arrive_though_the_api_takes_no_final_state(monkeypatch, caplog, status, said):
+    """It has lost the flow run, or the key has expired meanwhile."""
     send = httpx.Client.send
 
     def lose(self, request, **options):
         if request.url.path.endswith("/set_state") and (b'"COMPLETED"' in request.content or b'"FAILED"' in request.content):
-            return httpx.Response(404, request=request)
+            return httpx.Response(status, request=request)
         return send(self, request, **options)
 
     monkeypatch.setattr(httpx.Client, "send", lose)
@@ -54,9 +56,23 @@ def test_a_result_and_an_error_arrive_though_the_api_has_lost_the_flow_run(monke
         return completed("1 step", "done")
 
     assert inner(False) == "done"
-    assert "it has completed, but Prefect's API knows no flow run" in caplog.text
+    assert f"it has completed, but Prefect's API {said}" in caplog.text
     with pytest.raises(ValueError, match="boom"):
         inner(True)
+
+
+def test_a_flow_s_own_error_of_http_stays_what_it_raises():
+    @short_tracebacks
+    @flow(name="train", persist_result=False)
+    def inner():
+        try:
+            int("before")
+        except ValueError:
+            response = httpx.Response(401, request=httpx.Request("GET", "http://elsewhere/data"))
+            response.raise_for_status()
+
+    with pytest.raises(httpx.HTTPStatusError, match="elsewhere"):
+        inner()
 
 
 def test_a_try_that_completes_returns_though_one_before_it_has_raised():

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+import httpx
 import pytest
 from forked_programs import run_program
 from prefect import flow
@@ -238,6 +239,16 @@ def test_a_flow_run_that_prefect_has_lost_is_one_line(url, is_short):
     assert FlowLogFilter().filter(record)
     assert (record.exc_info is None) is is_short
     assert record.getMessage().startswith("Prefect's API does not know this flow run any more") is is_short
+
+
+def test_a_final_state_that_prefect_refuses_is_one_line():
+    request = httpx.Request("POST", "http://host/api/flow_runs/1/set_state")
+    refused = httpx.HTTPStatusError("401 Unauthorized\nmore", request=request, response=httpx.Response(401, request=request))
+    record = logging.makeLogRecord({"msg": "%r", "args": (1,), "flow_name": "train", "exc_info": (None, refused, None)})
+    assert FlowLogFilter().filter(record)
+    assert record.exc_info is None
+    said = "Prefect's API did not record the final state of this flow run: HTTPStatusError: 401 Unauthorized"
+    assert record.getMessage() == said
 
 
 def test_a_timeout_of_the_caller_s_task_shows_the_frames_of_the_caller(monkeypatch):
