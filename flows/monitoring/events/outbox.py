@@ -21,6 +21,8 @@ PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
 _REQUEST_S = 5.0
+# A key that has expired refuses all, perhaps not for good: that is told once, by their number at the end.
+_OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _OF_ONE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
@@ -142,7 +144,7 @@ def _is_permanent(exc: Exception) -> bool:
     """Return whether the same request would be refused again, here or by the server."""
     if not isinstance(exc, httpx.HTTPStatusError):
         return isinstance(exc, _UnencodableError)
-    return exc.response.is_client_error and exc.response.status_code != HTTPStatus.TOO_MANY_REQUESTS
+    return exc.response.is_client_error and exc.response.status_code not in (HTTPStatus.TOO_MANY_REQUESTS, *_OF_KEY)
 
 
 def _is_of_one(exc: Exception) -> bool:

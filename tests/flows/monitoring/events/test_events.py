@@ -4,6 +4,7 @@ import math
 import threading
 import time
 
+import httpx
 import pytest
 from prefect import flow
 from prefect.events import Event
@@ -213,6 +214,29 @@ def test_an_api_that_stays_away_holds_the_end_up_for_seconds_and_the_loss_is_tol
 
     posting(use)
     assert "300 events of this training could not be sent to Prefect (" in caplog.text
+
+
+def test_a_key_that_has_expired_is_told_once_with_the_number_of_events(monkeypatch, caplog):
+    monkeypatch.setattr(module, "PERIOD_S", 0.01)
+    refused, is_enough = [], threading.Event()
+
+    def refuse(self, events):
+        refused.append(len(events))
+        if len(refused) >= 3:
+            is_enough.set()
+        request = httpx.Request("POST", "http://host/api/events")
+        raise httpx.HTTPStatusError("expired", request=request, response=httpx.Response(401, request=request))
+
+    monkeypatch.setattr(EventOutbox, "_send", refuse)
+
+    def use(outbox):
+        outbox.put(event(0), event(1))
+        assert is_enough.wait(10)
+        outbox.close(10)
+
+    posting(use)
+    assert caplog.text.count("events of this training") == 1
+    assert "2 events of this training could not be sent to Prefect (HTTPStatusError('expired'))" in caplog.text
 
 
 @pytest.mark.parametrize("faulty", [event(0, "x" * 2000), event(0).model_copy(update={"payload": {"x": "\ud800"}})])
