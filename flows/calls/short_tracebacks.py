@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
+from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.flows.prefect_api.final_state import call_for_result
@@ -69,10 +70,27 @@ class ShortTracebackFlow(Flow[P, R]):
                 raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
-            """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster."""
-            made = short_tracebacks(super().with_options(**use_threads(options)))
+            """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster.
+
+            Hooks that are given run beside this package's own, which says what is safe and which end is a cancellation.
+            """
+            made = short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options))))
             add_name(made.name, self.name)
             return made
+
+
+def _with_own_hook(flow: Flow[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return options whose hooks do not replace the one that sets the state of a terminated flow run."""
+    hooks = {"on_crashed": flow.on_crashed_hooks, "on_failure": flow.on_failure_hooks}
+    lost = [
+        kind
+        for kind, own in hooks.items()
+        if set_terminated_state in own
+        and isinstance(given := options.get(kind), list)
+        and given
+        and set_terminated_state not in given
+    ]
+    return {**options, **{kind: [set_terminated_state, *options[kind]] for kind in lost}}
 
 
 @contextmanager

@@ -318,6 +318,15 @@ def test_the_state_of_a_training_that_its_timeout_ended_says_what_is_safe(client
         assert (state.name, state.message) == (name, message)
 
 
+def test_hooks_of_the_caller_do_not_replace_the_one_that_sets_the_state_of_a_terminated_training():
+    def told(flow, flow_run, state):
+        pass
+
+    hooked = train.with_options(on_crashed=[told], on_failure=[told]).with_options(name="mine", on_failure=[told])
+    assert hooked.on_crashed_hooks == hooked.on_failure_hooks == [leading.set_terminated_state, told]
+    assert sweep.with_options(on_failure=[told]).on_failure_hooks == [told]
+
+
 @pytest.mark.parametrize(("elapsed_s", "by"), [(9, "timeout_seconds=8"), (7, "CancelledError")])
 def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
     began = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
