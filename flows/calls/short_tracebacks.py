@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
+from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
@@ -43,7 +44,13 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = is_called.set(not kwargs.get("return_state", False))
             try:
-                with large_parameters_explained(), without_empty_url(), long_startup_timeout(), terminated_with_caller():
+                with (
+                    large_parameters_explained(),
+                    without_empty_url(),
+                    long_startup_timeout(),
+                    terminated_with_caller(),
+                    _outside_transactions(),
+                ):
                     return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
@@ -118,6 +125,21 @@ def large_parameters_explained() -> Iterator[None]:
             "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "
             "path into the config"
         ) from None
+
+
+@contextmanager
+def _outside_transactions() -> Iterator[None]:
+    """Keep the transactions of the caller from what fails in the body and is tried again, or left out.
+
+    The task of each attempt that fails would roll them back: their hooks would run beside the attempt that follows, and
+    nothing would be committed in the end. An exception that leaves the body rolls them back, as it leaves theirs.
+    """
+    current: Any = BaseTransaction.__var__
+    token = current.set(None)
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 def _with_whole_message(returned: Any) -> Any:

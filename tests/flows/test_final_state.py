@@ -2,7 +2,8 @@
 
 import httpx
 import pytest
-from prefect import flow
+from prefect import flow, task
+from prefect.transactions import transaction
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.final_state import completed
 
@@ -95,3 +96,39 @@ def test_a_try_that_completes_returns_though_one_before_it_has_raised():
     tries.clear()
     with pytest.raises(ValueError, match="try 2"):
         inner([True, True])
+
+
+def test_only_what_leaves_a_flow_rolls_back_the_transaction_around_it():
+    """The task of each attempt that failed did so, in the middle of a training that went on."""
+
+    @task(retries=1, retry_delay_seconds=0)
+    def attempt(fails):
+        tries.append(fails)
+        if fails or len(tries) == 1:
+            raise ValueError(f"try {len(tries)}")
+
+    @short_tracebacks
+    @flow(name="train", persist_result=False)
+    def inner(fails):
+        attempt(fails)
+        return completed("1 step", "done")
+
+    @task
+    def make():
+        pass
+
+    make.on_rollback(lambda _: rolled_back.append(len(tries)))
+
+    @flow
+    def outer(fails):
+        with transaction():
+            make()
+            return inner(fails)
+
+    tries, rolled_back = [], []
+    assert outer(False) == "done"
+    assert (len(tries), rolled_back) == (2, [])
+    tries.clear()
+    with pytest.raises(ValueError, match="try 2"):
+        outer(True)
+    assert rolled_back == [2]
