@@ -1,5 +1,6 @@
 """Automations: run crashed trainings again, and evaluate every new best checkpoint."""
 
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
@@ -7,6 +8,7 @@ from uuid import UUID
 
 from prefect.automations import Automation, AutomationCore, CompoundTrigger, EventTrigger, Posture, RunDeployment
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
@@ -53,9 +55,10 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
                 "serve it with serve(..., max_restarts=n), or deploy it to a work pool"
             )
         job_variables = dict(trained.job_variables or {})
-        if has_variable(client.read_work_pool(trained.work_pool_name), "num_gpus"):
+        pool = client.read_work_pool(trained.work_pool_name)
+        if has_variable(pool, "num_gpus"):
             job_variables["num_gpus"] = 0
-        work_queue_name = _unlimited_queue(client, trained)
+        work_queue_name = _unlimited_queue(client, trained, pool)
     if is_limited(trained):
         warn_of_lost_lease(trained.name)
     resumer = make_resumer(_full_name(trained))
@@ -155,13 +158,21 @@ def _times(number: int) -> str:
     return "once" if number == 1 else f"{number} times"
 
 
-def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse) -> str | None:
+def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse, pool: WorkPool) -> str | None:
     """Return the work queue of `trained`, or None, the work pool's default queue, if it has a concurrency limit.
 
     A flow run that died silently occupies a slot of its queue until it is resumed; the resumer must not wait for that slot.
     """
     if trained.work_queue_id is None or client.read_work_queue(trained.work_queue_id).concurrency_limit is None:
         return trained.work_queue_name
+    default = None if pool.default_queue_id is None else client.read_work_queue(pool.default_queue_id)
+    if default is not None and default.concurrency_limit is not None:
+        warnings.warn(
+            f"what runs {trained.name!r} again when it crashes waits in the work queue {default.name!r}, which has a "
+            "concurrency limit: flow runs that died silently keep their slots there until it begins. Let the deployment "
+            "have another work queue, and limit that one",
+            stacklevel=3,
+        )
     return None
 
 
