@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.specs.location import is_bucket
 
 from . import verification
@@ -155,7 +156,7 @@ def _unlisted(run: Run, lineage: int, chosen: Manifest | None, *, is_proven: boo
             )
         return found
 
-    newer = (it for it in run.ask("listing", prefix, list_data) if is_id(it) and it > since)
+    newer = (it for it in with_retries(run.storage, "listing", prefix, list_data) if is_id(it) and it > since)
     return filter(run.exists, sorted(newer, reverse=True))
 
 

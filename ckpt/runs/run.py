@@ -25,7 +25,7 @@ from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.storage.records import check_digest, parse, with_digest
-from prefect_torch.ckpt.storage.retry import retries_ended_by
+from prefect_torch.ckpt.storage.retry import retries_ended_by, with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 
 if TYPE_CHECKING:
@@ -90,18 +90,6 @@ class Run:
     def path_of(self, checkpoint_id: str) -> str:
         """Return a checkpoint's location: a local path or a URL, as `Checkpoint` takes it."""
         return self._location_of(self.layout.data(checkpoint_id)).rstrip("/")
-
-    def ask(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
-        """Return what `call` returns, repeated as a request of the storage is where it raises StorageError.
-
-        Args:
-            doing: What it does, for the error.
-            key: What it is about, for the error.
-            call: Is given the storage that sends each request once.
-
-        """
-        repeat: Callable[[str, str, Callable[[Storage], T]], T] | None = getattr(self.storage, "do", None)
-        return call(self.storage) if repeat is None else repeat(doing, key, call)
 
     def ids(self, *, after: str | None = None) -> Iterator[str]:
         """Yield the ids of committed checkpoints, oldest first; one request per thousand."""
@@ -255,7 +243,7 @@ class Run:
                     raise StorageError(f"{len(data)} bytes came of the {size} of {self._location_of(key)}") from exc
                 raise
 
-        return confirm_damage(self.storage, lambda storage: replace(self, storage=storage).ask("reading", key, read_once))
+        return confirm_damage(self.storage, lambda storage: with_retries(storage, "reading", key, read_once))
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.

@@ -286,6 +286,19 @@ class RetryingStorage:
                 raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
 
 
+def with_retries(storage: Storage, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+    """Return what `call` returns, called again, as a request of the storage is sent again, where it raises StorageError.
+
+    Args:
+        storage: The storage; where it sends each request once, `call` is called once.
+        doing: What it does, for the error.
+        key: What it is about, for the error.
+        call: Is given the storage that sends each request once.
+
+    """
+    return storage.do(doing, key, call) if isinstance(storage, RetryingStorage) else call(storage)
+
+
 def _draw_wait_s(policy: RetryPolicy, num_tries: int) -> float:
     """Draw a pause; tenacity's own would draw from the process's generator, whose numbers belong to the training."""
     longest_s = min(policy.longest_wait_s, policy.first_wait_s * 2 ** min(num_tries - 1, _MOST_DOUBLINGS))

@@ -3,6 +3,7 @@
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.retry import with_retries
 
 
 def has_begun(run: Run) -> bool:
@@ -18,7 +19,7 @@ def has_begun(run: Run) -> bool:
             lists_anything(run, storage) and _lists_attempts_or_manifests(run, storage)
         )
 
-    return run.ask("listing", run.name, is_listed)
+    return with_retries(run.storage, "listing", run.name, is_listed)
 
 
 def check_begun(run: Run) -> None:
@@ -40,7 +41,7 @@ def lists_anything(run: Run, storage: Storage) -> bool:
 
     Args:
         run: The run.
-        storage: Its storage, as `Run.ask` gives it: each request is sent once.
+        storage: Its storage, as `with_retries` gives it: each request is sent once.
 
     Raises:
         StorageError: If nothing is listed, although the first object is there: a gateway answers each listing with a page of

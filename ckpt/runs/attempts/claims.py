@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
+from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
@@ -114,7 +115,7 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
 
     try:
         run.put_record(key, asdict(attempt))
-        return run.ask("listing", run.layout.attempts, list_claims)
+        return with_retries(run.storage, "listing", run.layout.attempts, list_claims)
     except BaseException:
         with suppress(StorageError, OSError):
             run.storage.delete([key])
@@ -184,7 +185,7 @@ def check_fence(run: Run, attempt: int) -> None:
     if attempt not in numbers:
         until_s = time.monotonic() + _LISTED_WITHIN_S
         with suppress(_ClaimNotListedError):  # of a storage whose requests are sent once
-            numbers = run.ask("listing", run.layout.attempts, list_again)
+            numbers = with_retries(run.storage, "listing", run.layout.attempts, list_again)
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "

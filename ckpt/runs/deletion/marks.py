@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
+from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
@@ -121,7 +122,7 @@ def _list_with(run: Run, prefix: str, witness: str, what: str) -> list[ObjectInf
             )
         return listed
 
-    return run.ask("listing", prefix, list_once)
+    return with_retries(run.storage, "listing", prefix, list_once)
 
 
 def remove_stale_marks(run: Run, now_s: float) -> None:

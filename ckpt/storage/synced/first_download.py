@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.backends import open_spec
 from prefect_torch.ckpt.storage.protocol import Storage, StorageSpec
-from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.ckpt.storage.retry import with_retries
 
 from .storage import FOLDER, SyncedStorage
 from .transport import Transport
@@ -20,9 +20,7 @@ def download_run(spec: StorageSpec, run: str) -> None:
     """
     if Transport.of(spec.options) is None:
         return
-    storage = open_spec(spec)
-    assert isinstance(storage, RetryingStorage)
-    storage.do("syncing", run, lambda opened: _download(opened, run))
+    with_retries(open_spec(spec), "syncing", run, lambda opened: _download(opened, run))
 
 
 def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
