@@ -166,26 +166,10 @@ def check_fence(run: Run, attempt: int) -> None:
         StorageError: If nothing of the run is listed, although it is there, as long as the storage is waited for.
 
     """
-    after = f"{run.layout.attempts}{attempt:06d}"
-
-    def list_numbers(storage: Storage) -> set[int]:
-        return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
-
-    def list_again(storage: Storage) -> set[int]:
-        found = list_numbers(storage) if lists_anything(run, storage) else set()
-        if (
-            max(found, default=0) < attempt
-            and time.monotonic() < until_s
-            and find_size(storage, run.layout.run_info) is not None
-        ):
-            raise _ClaimNotListedError(f"{storage.url} does not list the claim of attempt {attempt} on run {run.name!r}")
-        return found
-
-    numbers = list_numbers(run.storage)
+    numbers = _numbers_from(attempt, run, run.storage)
     if attempt not in numbers:
-        until_s = time.monotonic() + _LISTED_WITHIN_S
         with suppress(_ClaimNotListedError):  # of a storage whose requests are sent once
-            numbers = with_retries(run.storage, "listing", run.layout.attempts, list_again)
+            numbers = _list_claim_again(run, attempt)
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "
@@ -196,6 +180,25 @@ def check_fence(run: Run, attempt: int) -> None:
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
             "or unmounted the run while it was being trained, so this process must stop"
         )
+
+
+def _numbers_from(attempt: int, run: Run, storage: Storage) -> set[int]:
+    after = f"{run.layout.attempts}{attempt:06d}"
+    return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
+
+
+def _list_claim_again(run: Run, attempt: int) -> set[int]:
+    """Return the claimed numbers from `attempt` on, by listings that are repeated for a while if all leave them out."""
+    until_s = time.monotonic() + _LISTED_WITHIN_S
+
+    def list_again(storage: Storage) -> set[int]:
+        found = _numbers_from(attempt, run, storage) if lists_anything(run, storage) else set()
+        is_left_out = max(found, default=0) < attempt and time.monotonic() < until_s
+        if is_left_out and find_size(storage, run.layout.run_info) is not None:
+            raise _ClaimNotListedError(f"{storage.url} does not list the claim of attempt {attempt} on run {run.name!r}")
+        return found
+
+    return with_retries(run.storage, "listing", run.layout.attempts, list_again)
 
 
 def next_number(run: Run, claims: Collection[str]) -> int:
