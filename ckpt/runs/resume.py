@@ -61,7 +61,7 @@ def choose_checkpoint(
         if (newer := search.take_unlisted(checkpoint_id)) is not None:
             return newer
     if chosen is None:
-        _refuse_if_damaged(run, lineage, search.unreadable)
+        _refuse_if_damaged(run, lineage, search.passed_over)
     return chosen
 
 
@@ -70,8 +70,7 @@ class _Search:
     """The search of `choose_checkpoint`, with its arguments.
 
     Attributes:
-        unreadable: What is wrong with those that were passed over and stay as they are, by id.
-        passed_over: The ids of all that were passed over.
+        passed_over: Why each checkpoint that is not whole was passed over, by id.
 
     """
 
@@ -80,8 +79,7 @@ class _Search:
     prove: Prove
     on_quarantine: Callable[[str, str], None] | None
     dry_run: bool = field(kw_only=True)
-    unreadable: dict[str, str] = field(default_factory=dict)
-    passed_over: set[str] = field(default_factory=set)
+    passed_over: dict[str, str] = field(default_factory=dict)
 
     def take(self, listed: ListedCheckpoint) -> Manifest | None:
         """Return the manifest of a checkpoint if it is whole; None, with a warning, if it is passed over."""
@@ -91,7 +89,7 @@ class _Search:
             self.prove(run, manifest, self.verify)
         except MalformedRecordError as exc:
             _logger.warning("checkpoint %s of run %r is left out: %s", listed.id, run.name, exc)
-            self.unreadable[listed.id] = str(exc)
+            self.passed_over[listed.id] = str(exc)
         except CheckpointCorruptError as exc:
             if manifest is not None and next(run.storage.list(run.layout.checkpoints), None) is None:
                 raise _without_data(run, str(exc)) from exc
@@ -106,7 +104,6 @@ class _Search:
             ) from exc
         else:
             return manifest
-        self.passed_over.add(listed.id)
         return None
 
     def take_unlisted(self, checkpoint_id: str) -> Manifest | None:
@@ -119,10 +116,9 @@ class _Search:
         return None
 
     def _set_aside(self, checkpoint_id: str, reason: str) -> None:
-        if self.dry_run:
-            self.unreadable[checkpoint_id] = reason
-        else:
+        if not self.dry_run:
             quarantine(self.run, checkpoint_id, reason)
+        self.passed_over[checkpoint_id] = reason
         if self.on_quarantine is not None:
             self.on_quarantine(checkpoint_id, reason)
 
@@ -171,9 +167,9 @@ def _without_data(run: Run, reason: str) -> CheckpointCorruptError:
     )
 
 
-def _refuse_if_damaged(run: Run, lineage: int, unreadable: dict[str, str]) -> None:
-    quarantined = why_quarantined(run, lineage)
-    damaged = quarantined | unreadable
+def _refuse_if_damaged(run: Run, lineage: int, passed_over: dict[str, str]) -> None:
+    quarantined = why_quarantined(run, lineage)  # at this start or an earlier one
+    damaged = quarantined | passed_over
     if damaged:
         tried = "; ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
         restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])

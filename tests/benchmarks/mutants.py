@@ -172,7 +172,7 @@ MUTANTS = [
         ("self.prove(run, manifest, self.verify)", "pass"),
         ("quarantine(self.run, checkpoint_id, reason)", "pass"),
         ("oldest_attempt=lineage", "oldest_attempt=0"),
-        ("_refuse_if_damaged(run, lineage, search.unreadable)", "pass"),
+        ("_refuse_if_damaged(run, lineage, search.passed_over)", "pass"),
     ),
     *mutants_of(
         "ckpt/storage/keys.py",
