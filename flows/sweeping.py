@@ -13,20 +13,17 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
-from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
-from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, read_definition, settle_definition
+from prefect_torch.flows.sweeps.beginning import begin
+from prefect_torch.flows.sweeps.definition import Definition, define, find_definition
 from prefect_torch.flows.sweeps.domains import parse_space
-from prefect_torch.flows.sweeps.journal.events import Event
-from prefect_torch.flows.sweeps.journal.history import TrialRecord, has_begun_again, history_of
-from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
+from prefect_torch.flows.sweeps.journal.history import TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
-from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries, whole_events_of
 from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
@@ -152,29 +149,24 @@ def sweep(
     given = define(function, space, training.config, search)
     claimed = _claim(led, storage, run_config, given)
     with _outcome_recorded(led, claimed, storage):
-        entries, events = _begin_journal(led, may_be_new=run_config.resume == "never")
-        is_fresh = run_config.resume == "never" and not has_begun_again(events, claimed.lineage)
-        former = history_of(events) if is_fresh else {}
-        _warn_of_lost_entries(led, events)
-        events = [] if is_fresh else events
-        definition = settle_definition(led, given, has_seed=search.seed is not None, is_fresh=is_fresh)
-        journal = Journal(led, claimed.number, len(entries))
+        begun = begin(led, claimed, given, has_seed=search.seed is not None, may_be_fresh=run_config.resume == "never")
+        definition = begun.definition
         termination = Termination(failure.grace_s)
         with (
-            closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(events))) as told,
+            closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(begun.events))) as told,
             termination.limit_retries(),
         ):
             searched = Search(
                 search,
                 parsed,
                 definition.seed,
-                RecordedTrials(events, journal.append, told.observe),
+                RecordedTrials(begun.events, begun.journal.append, told.observe),
                 led.name,
                 partial(pin_source, storage),
             )
             before = dict(searched.trials)
             remove_lost_pin(led, before.values())
-            _leave(led, former.values())
+            _leave(led, begun.former.values())
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
@@ -186,25 +178,12 @@ def sweep(
                 cancellable(termination),
                 show_sweep(led, definition, searched, search, run_config),
             ):
-                searched.lead(claimed.number, definition.config, is_fresh=is_fresh)
+                searched.lead(claimed.number, definition.config, is_fresh=begun.is_fresh)
                 termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
             if before and searched.trials == before:
                 get_run_logger().warning("%s", _nothing_left(search, searched))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
-
-
-def _warn_of_lost_entries(led: Run, events: list[Event]) -> None:
-    known = read_definition(led)
-    lost = [] if known is None else runs_without_entries(led, events, known.created_at)
-    if lost:
-        get_run_logger().warning(
-            "the storage has %s of trials that the journal of sweep %r does not know, such as %s: its last entries are lost, "
-            "as after a restore of an older backup; what they had is searched anew, in new runs",
-            show_count(len(lost), "run"),
-            led.name,
-            lost[-1],
-        )
 
 
 def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
@@ -273,19 +252,6 @@ def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Itera
         raise
     record_outcome(led, Outcome(claimed.number, "completed", flow_run_id))
     refresh_runs_page(storage)
-
-
-def _begin_journal(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event]]:
-    """Return a sweep's journal so far, and its events; one that may begin again begins a new journal if its own is damaged."""
-    try:
-        entries = read_journal(led)
-        return entries, whole_events_of(led, entries)
-    except JournalDamagedError as exc:
-        if not may_be_new:
-            raise
-        get_run_logger().warning("a new journal is begun: %s", exc)
-        delete_journal(led)
-        return [], []
 
 
 def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:
