@@ -26,7 +26,7 @@ from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.user_code.function import PackedFunction, pack_function
+from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -166,7 +166,8 @@ def evaluate(
     gpus, machines = gpus_for(scaling), machines_for(scaling)
     spec = configured_storage(storage)
     packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))
-    job = EvaluationJob(_pack(eval_fn, config), check_evaluation_name(name), scaling, packed, log_ranks, log_level)
+    function = pack_function(eval_fn, config, evaluates=True)
+    job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
     with outlast_api_outages(), cancellable(termination):
@@ -187,13 +188,6 @@ def _pause(seconds: float, termination: Termination) -> None:
             time.sleep(min(left_s, _POLL_S))
 
     termination.outlast(wait)
-
-
-def _pack(eval_fn: str | Callable[..., Any], config: dict[str, Any] | None) -> PackedFunction:
-    try:
-        return pack_function(eval_fn, config, evaluates=True)
-    except (TypeError, ValueError) as exc:
-        raise type(exc)(str(exc).replace("train_fn ", "eval_fn ", 1)) from exc  # this flow's parameter has another name
 
 
 def _choose(

@@ -71,19 +71,19 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
             f"rank {context.world_rank} of run {context.run_name!r} would start ranks itself, as would each of the "
             f"{context.world_size}: call this from a flow or a program, before that training or after it"
         )
-    reference = None
+    reference, parameter = None, "eval_fn" if evaluates else "train_fn"
     value: TrainFunction | None = None
     if isinstance(function, str):
-        reference = check_reference(function)
+        reference = check_reference(function, parameter)
     elif callable(function):
         value = check_signature(function, evaluates=evaluates)
     else:
-        raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
+        raise TypeError(f"{parameter} must be a function or 'module:function', not {type(function).__name__}")
     check_is_package("torch")
     name = reference or str(getattr(function, "__qualname__", function))
     return PackedFunction(
         reference=reference,
-        payload=_dump(value, config, name),
+        payload=_dump(value, config, f"{parameter} {name}"),
         sys_path=tuple(os.path.abspath(path) for path in [*sys.path, ""] if not path or Path(path).exists()),  # noqa: PTH100 - "" is the working directory
         cwd=str(Path.cwd()),
         name=name,
@@ -109,13 +109,13 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
         _unpacking.pop()
 
 
-def _dump(function: TrainFunction | None, config: dict[str, Any] | None, name: str) -> bytes:
+def _dump(function: TrainFunction | None, config: dict[str, Any] | None, given: str) -> bytes:
     try:
         with _packing, _by_value(sys.modules.get(getattr(function, "__module__", None) or "")):
             return dump((function, config))
     except Exception as exc:
         raise TypeError(
-            f"train_fn {name} and its config cannot travel to the ranks: {exc}. "
+            f"{given} and its config cannot travel to the ranks: {exc}. "
             "Define the function in a module and give 'module:function', open files, locks and connections inside it, "
             "and keep the config to plain values"
         ) from exc

@@ -21,41 +21,45 @@ _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
 
 
-def check_reference(reference: str) -> str:
+def check_reference(reference: str, parameter: str = "train_fn") -> str:
     """Return `reference` with an absolute path instead of a file's; nothing is imported.
+
+    Args:
+        reference: "module:function" or "path/to/file.py:function".
+        parameter: The name of the flow's parameter that it was given as, for errors.
 
     Raises:
         ValueError: If there is no such module, file or function.
 
     """
-    match = _REFERENCE.fullmatch(reference)
+    match, given = _REFERENCE.fullmatch(reference), f"{parameter} {reference!r}"
     if match is None:
-        raise ValueError(f"train_fn {reference!r}: give 'module:function' or 'path/to/file.py:function'")
+        raise ValueError(f"{given}: give 'module:function' or 'path/to/file.py:function'")
     place, name = match["place"], match["name"]
     source: Path | None
     if place.endswith(".py"):
         source = Path(place).expanduser().absolute()
         if not source.is_file():
-            raise ValueError(f"train_fn {reference!r}: there is no file {source}")
+            raise ValueError(f"{given}: there is no file {source}")
         place = str(source)
     else:
-        source = _find_module(place, reference)
+        source = _find_module(place, given)
     known = _top_level_names(source)
     if known is not None and name not in known:
         advice = f" (for a file of yours, give {place}.py:{name})" if place in sys.stdlib_module_names else ""
-        raise ValueError(f"train_fn {reference!r}: {source} defines no {name!r}{advice}")
+        raise ValueError(f"{given}: {source} defines no {name!r}{advice}")
     return f"{place}:{name}"
 
 
-def _find_module(name: str, reference: str) -> Path | None:
+def _find_module(name: str, given: str) -> Path | None:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # the process of a worker does not search its working directory
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as exc:
-        raise ValueError(f"train_fn {reference!r}: module {name!r} cannot be found: {exc}") from exc
+        raise ValueError(f"{given}: module {name!r} cannot be found: {exc}") from exc
     if spec is None:
-        raise ValueError(f"train_fn {reference!r}: there is no module {name!r} in {Path.cwd()} or among the installed")
+        raise ValueError(f"{given}: there is no module {name!r} in {Path.cwd()} or among the installed")
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 

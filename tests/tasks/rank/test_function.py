@@ -207,8 +207,10 @@ def test_a_file_that_is_found_in_the_place_of_a_package_is_named(tmp_path, name,
 
 @pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
 def test_what_is_neither_a_function_nor_a_reference_is_refused(value):
-    with pytest.raises(TypeError, match="train_fn must be a function"):
+    with pytest.raises(TypeError, match=r"^train_fn must be a function"):
         pack_function(value, None)
+    with pytest.raises(TypeError, match=r"^eval_fn must be a function"):
+        pack_function(value, None, evaluates=True)
 
 
 def test_a_closure_travels_with_what_it_uses():
