@@ -68,8 +68,7 @@ def prune_checkpoints(
             if attempt is None:
                 raise
             logger.warning(
-                "%s: all stay, and this attempt prunes no more; allow it to delete, or keep all by num_to_keep=None",
-                str(exc).removesuffix("; the next prune tries again"),
+                "%s: all stay, and this attempt prunes no more; allow it to delete, or keep all by num_to_keep=None", exc
             )
             decided = prune(store, policy, dry_run=True, in_use=in_use, up_to=up_to)
             return Plan(keep={**decided.keep, **{it.id: (REFUSED,) for it in decided.drop}}, drop=())

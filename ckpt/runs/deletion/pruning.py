@@ -117,15 +117,19 @@ def _delete_all(
         else:
             num_done, num_in_a_row = num_done + 1, 0
     if failures:
-        manifest, first = failures[0]
-        are_refused = num_done == 0 and all(isinstance(exc, PermissionError) for _, exc in failures)
-        raise (DeletionRefusedError if are_refused else StorageError)(
-            f"{len(dropped) - num_done} of {len(dropped)} checkpoints of run {run.name!r} could not be deleted, "
-            f"{manifest.id} first: {first}; the next prune tries again"
-        ) from first
+        raise _failure(run, failures, num_done, len(dropped)) from failures[0][1]
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
+
+
+def _failure(run: Run, failures: Sequence[tuple[Manifest, Exception]], num_done: int, count: int) -> StorageError:
+    """Return the error of a deletion of `count` checkpoints, of which only `num_done` are deleted."""
+    manifest, first = failures[0]
+    left = f"{count - num_done} of {count} checkpoints of run {run.name!r} could not be deleted, {manifest.id} first: {first}"
+    if num_done == 0 and all(isinstance(exc, PermissionError) for _, exc in failures):
+        return DeletionRefusedError(left)
+    return StorageError(f"{left}; the next prune tries again")
 
 
 def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
