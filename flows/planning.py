@@ -22,7 +22,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
-from prefect_torch.tasks.training.start import lineage_of, missing_run_named
+from prefect_torch.tasks.training.start import lineage_of, missing_run_named, nothing_to_resume
 
 from .arguments import initial_checkpoint
 
@@ -224,8 +224,7 @@ def _look_at_named(
     )
     begins = f"attempt {number} of run {store.run!r}"
     if chosen is None and initial is None and run.resume == "must":
-        text = f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
-        return TrainingPlan((PlanLine("start", "wrong", text),))
+        raise nothing_to_resume(store)
     path = _verified(initial, run) if chosen is None else store.path_of(chosen.id)
     decided = store.prune(checkpoint.policy(), dry_run=True, in_use=() if chosen is None else (chosen.id,))
     planned = _plan_of_start(path, begins, decided.keep, tuple(manifest.id for manifest in decided.drop))

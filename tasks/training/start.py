@@ -154,10 +154,15 @@ def _choose(
         with missing_run_named(job.initial_checkpoint):
             return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
     if job.run_config.resume == "must":
-        raise CheckpointNotFoundError(
-            f"run {store.run!r} in {store.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
-        )
+        raise nothing_to_resume(store)
     return None, False
+
+
+def nothing_to_resume(run: Run) -> CheckpointNotFoundError:
+    """Return the error of a run without a checkpoint that must resume."""
+    return CheckpointNotFoundError(
+        f"run {run.name!r} in {run.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
+    )
 
 
 def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, pin: SourcePin | None) -> Checkpoint:

@@ -105,6 +105,7 @@ def test_a_fresh_start_is_one_unless_it_must_resume(store, resume, begins):
     found = planned(store, name="other", resume=resume)
     assert found.would_begin is begins
     assert found.resumes_from is None
+    assert begins or line(found, "start")[1].endswith("has no checkpoint to resume from, and resume='must' asks for one")
 
 
 def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store):
