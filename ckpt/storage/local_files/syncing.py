@@ -60,8 +60,9 @@ class GroupSync:
 
     def wait(self) -> None:
         """Return when everything is durable that was written to filesystems that are synced as a whole, or was begun."""
-        for descriptor in filter(None, self._filesystems.values()):
-            _sync_filesystem(descriptor)
+        for descriptor in self._filesystems.values():
+            if descriptor is not None:
+                _sync_filesystem(descriptor)
         for syncing in self._syncing:
             syncing.result()
         self._syncing.clear()

@@ -97,6 +97,16 @@ def test_many_files_are_made_durable_by_one_sync_that_was_opened_before_the_firs
     assert [done for done in calls.done if done[0] == "sync all"] == [("sync all", None)]
 
 
+def test_a_filesystem_whose_descriptor_is_0_is_synced_too(monkeypatch):
+    """A program without stdin may have it."""
+    synced, group = [], syncing.GroupSync(MANY)
+    monkeypatch.setattr(syncing, "_sync_filesystem", synced.append)
+    group._filesystems.update({1: 0, 2: None})
+    group.wait()
+    group.close()
+    assert synced == [0]
+
+
 @pytest.mark.skipif(not syncing._has_syncfs(), reason="this system cannot sync a filesystem")
 def test_a_sync_that_fails_stores_nothing(storage, source, monkeypatch):
     monkeypatch.setattr(syncing, "filesystem_of", lambda _: "ext4")
