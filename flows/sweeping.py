@@ -29,9 +29,10 @@ from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.trial_storage import pin_source, remove_lost_pin, unpin_source
-from prefect_torch.flows.trials.deployed_trials import DeployedTrials, cancel_flow_runs, check_deployment
+from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
 from prefect_torch.flows.trials.leading import lead_trials
 from prefect_torch.flows.trials.local_trials import LocalTrials
+from prefect_torch.flows.trials.trial_flow_runs import cancel_flow_runs
 from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK

@@ -3,21 +3,17 @@
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound, PrefectException
-from prefect.states import Cancelling, Crashed
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
-from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -35,14 +31,12 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 from pydantic_core import to_jsonable_python
 
+from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
 _FLOW = "train"
 _PAUSE_S = 0.5
-_LOOK_FOR_LOST_S = 5.0
-_GONE_S = 10.0  # after which no runner or worker tells Prefect of a process that is gone
 _CANCEL_S = 60.0
-_MOST_ROWS = 200  # of one answer of Prefect's API
 
 
 def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> None:
@@ -61,25 +55,6 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
             read_deployment(client, name)
         except ObjectNotFound as exc:
             raise ValueError(f"trials_on={name!r}: {exc}") from None
-
-
-def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
-    """Cancel the flow runs of trials that have not ended; what fails is logged.
-
-    Args:
-        trials: The trials, of a sweep whose trials are flow runs of a deployment.
-        reason: The message of their state.
-
-    """
-    for trial in trials:
-        try:
-            alive = [it for it in _alive(trial) if it.state is None or not it.state.is_cancelling()]
-        except (PrefectException, httpx.HTTPError) as exc:
-            get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
-            continue
-        for flow_run in alive:
-            get_run_logger().info("flow run %r ends: %s", flow_run.name, reason)
-            _cancel(trial, flow_run.id, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +97,7 @@ class DeployedTrials:
         self._starting: dict[int, _Start] = {}
         self._running: dict[int, tuple[TrialRecord, UUID]] = {}
         self._num_lost: Counter[int] = Counter()
-        self._gone_since_s: dict[UUID, float] = {}
-        self._looked_s = 0.0
-        self._pauses: Backoff | None = None  # while Prefect's API is away
+        self._watch = FlowRunWatch(sweep.spec)
         self._give_up_s: float | None = None
 
     def start(self, trial: TrialRecord) -> None:
@@ -163,7 +136,7 @@ class DeployedTrials:
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         self._starting.clear()
         for trial, flow_run_id in self._running.values():
-            _cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
+            cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
 
     def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"
@@ -190,7 +163,7 @@ class DeployedTrials:
                 del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
-        trial, parameters, alive = start.trial, self._parameters(start.trial), _alive(start.trial)
+        trial, parameters, alive = start.trial, self._parameters(start.trial), find_alive(start.trial)
         for flow_run in alive:
             if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
@@ -199,7 +172,7 @@ class DeployedTrials:
             if flow_run.state is not None and flow_run.state.is_cancelling():
                 continue
             get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
-            _cancel(trial, flow_run.id, "the sweep goes on with another config")
+            cancel(trial, flow_run.id, "the sweep goes on with another config")
         created = run_deployment(
             name=self._deployment,
             parameters=parameters,
@@ -227,57 +200,16 @@ class DeployedTrials:
 
     def _ended(self) -> dict[int, TrialEnd | None]:
         is_late = self._give_up_s is not None and time.monotonic() >= self._give_up_s
-        seen = self._look()
+        seen = self._watch.look(self._running.values())
         if seen is None and not is_late:
             return {}
         found, lost = seen or ({}, set())
         over = [
             number
             for number, (_, flow_run_id) in self._running.items()
-            if is_late or flow_run_id in lost or flow_run_id not in found or _has_ended(found[flow_run_id])
+            if is_late or flow_run_id in lost or flow_run_id not in found or has_ended(found[flow_run_id])
         ]
         return {number: self._end_of(*self._running.pop(number), found) for number in over}
-
-    def _look(self) -> tuple[dict[UUID, FlowRun], set[UUID]] | None:
-        """Return the flow runs as Prefect has them, by id, and which of them are lost; None while its API is away."""
-        if self._pauses is not None and self._pauses.wait_s():
-            return None
-        try:
-            with without_retries(), get_client(sync_client=True) as client:
-                ids = [flow_run_id for _, flow_run_id in self._running.values()]
-                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
-                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
-                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
-                found = {it.id: it for it in rows}
-                lost = self._lost(client, found)
-        except (PrefectException, httpx.HTTPError) as exc:  # the trials go on meanwhile
-            if self._pauses is None:
-                get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
-                self._pauses = Backoff()
-            self._pauses.record()
-            return None
-        self._pauses = None
-        return found, lost
-
-    def _lost(self, client: SyncPrefectClient, found: dict[UUID, FlowRun]) -> set[UUID]:
-        """Return the flow runs whose process on this machine is gone though Prefect takes them for running, now Crashed."""
-        lost: set[UUID] = set()
-        if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
-            return lost
-        self._looked_s = time.monotonic()
-        for trial, flow_run_id in self._running.values():
-            if flow_run_id not in found or _has_ended(found[flow_run_id]) or not self._is_gone(trial, flow_run_id):
-                self._gone_since_s.pop(flow_run_id, None)
-            elif self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
-                client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
-                lost.add(flow_run_id)
-        return lost
-
-    def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool:
-        """Return whether the flow run leads the trial's newest attempt, in a process on this machine that is gone."""
-        status = read_status(Run.open(self._training.storage, trial.run))
-        is_its_own = status is not None and status.attempt.owner.flow_run_id == str(flow_run_id)
-        return status is not None and is_its_own and status.is_process_gone is True
 
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
         """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
@@ -299,7 +231,7 @@ class DeployedTrials:
         """Return whether another flow run trains the trial, which `start` takes over, such as one that an automation began."""
         try:
             with without_retries():
-                return bool(_alive(trial))
+                return bool(find_alive(trial))
         except httpx.HTTPError as exc:
             if not is_outage(exc):
                 raise
@@ -311,24 +243,3 @@ class DeployedTrials:
         if most == UNLIMITED or self._num_lost[number] <= most:
             return None
         return TrialEnd("failed", f"its flow run was lost {self._num_lost[number]} times")
-
-
-def _has_ended(flow_run: FlowRun) -> bool:
-    return flow_run.state is not None and flow_run.state.is_final()
-
-
-def _alive(trial: TrialRecord) -> list[FlowRun]:
-    """Return the flow runs of a trial that have not ended."""
-    tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
-    with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=tags)
-    return [it for it in found if it.state is None or not it.state.is_final()]
-
-
-def _cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
-    """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
-    try:
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
-    except (PrefectException, httpx.HTTPError) as exc:
-        get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)

@@ -26,7 +26,7 @@ from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, s
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
-from prefect_torch.flows.trials import deployed_trials
+from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
 from prefect_torch.tasks.training import backoff
 
@@ -150,7 +150,7 @@ class Api:
 @pytest.fixture
 def api(monkeypatch):
     made = Api()
-    monkeypatch.setattr(deployed_trials, "get_client", lambda **_: made)
+    monkeypatch.setattr(trial_flow_runs, "get_client", lambda **_: made)
     with disable_run_logger():
         yield made
 

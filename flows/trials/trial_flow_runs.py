@@ -1,0 +1,127 @@
+"""The flow runs of trials, as Prefect knows them: which live, how they are, which are lost, and their cancellation."""
+
+import time
+from collections.abc import Iterable, Mapping
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectException
+from prefect.states import Cancelling, Crashed
+from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.messages import tag_of
+from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.tasks.run_logs import get_run_logger
+from prefect_torch.tasks.training.backoff import Backoff
+
+_LOOK_FOR_LOST_S = 5.0
+_GONE_S = 10.0  # after which no runner or worker tells Prefect of a process that is gone
+_MOST_ROWS = 200  # of one answer of Prefect's API
+
+
+class FlowRunWatch:
+    """Looks at the flow runs of trials that run; while Prefect's API is away, after pauses.
+
+    Args:
+        storage: The storage of the sweep.
+
+    """
+
+    def __init__(self, storage: StorageSpec) -> None:
+        self._storage = storage
+        self._gone_since_s: dict[UUID, float] = {}
+        self._looked_s = 0.0
+        self._pauses: Backoff | None = None  # while Prefect's API is away
+
+    def look(self, running: Iterable[tuple[TrialRecord, UUID]]) -> tuple[dict[UUID, FlowRun], set[UUID]] | None:
+        """Return the flow runs as Prefect has them, by id, and which of them are lost; None while its API is away.
+
+        Args:
+            running: The trials that run, with their flow runs.
+
+        """
+        if self._pauses is not None and self._pauses.wait_s():
+            return None
+        trials = {flow_run_id: trial for trial, flow_run_id in running}
+        try:
+            with without_retries(), get_client(sync_client=True) as client:
+                ids = list(trials)
+                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
+                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
+                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
+                found = {it.id: it for it in rows}
+                lost = self._lost(client, trials, found)
+        except (PrefectException, httpx.HTTPError) as exc:  # the trials go on meanwhile
+            if self._pauses is None:
+                get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
+                self._pauses = Backoff()
+            self._pauses.record()
+            return None
+        self._pauses = None
+        return found, lost
+
+    def _lost(self, client: SyncPrefectClient, trials: Mapping[UUID, TrialRecord], found: Mapping[UUID, FlowRun]) -> set[UUID]:
+        """Return the flow runs whose process on this machine is gone though Prefect takes them for running, now Crashed."""
+        lost: set[UUID] = set()
+        if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
+            return lost
+        self._looked_s = time.monotonic()
+        for flow_run_id, trial in trials.items():
+            if flow_run_id not in found or has_ended(found[flow_run_id]) or not self._is_gone(trial, flow_run_id):
+                self._gone_since_s.pop(flow_run_id, None)
+            elif self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
+                client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
+                lost.add(flow_run_id)
+        return lost
+
+    def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool:
+        """Return whether the flow run leads the trial's newest attempt, in a process on this machine that is gone."""
+        status = read_status(Run.open(self._storage, trial.run))
+        is_its_own = status is not None and status.attempt.owner.flow_run_id == str(flow_run_id)
+        return status is not None and is_its_own and status.is_process_gone is True
+
+
+def has_ended(flow_run: FlowRun) -> bool:
+    """Return whether a flow run is in a final state."""
+    return flow_run.state is not None and flow_run.state.is_final()
+
+
+def find_alive(trial: TrialRecord) -> list[FlowRun]:
+    """Return the flow runs of a trial that have not ended."""
+    tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=tags)
+    return [it for it in found if not has_ended(it)]
+
+
+def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
+    """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
+    try:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
+    except (PrefectException, httpx.HTTPError) as exc:
+        get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
+
+
+def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
+    """Cancel the flow runs of trials that have not ended; what fails is logged.
+
+    Args:
+        trials: The trials, of a sweep whose trials are flow runs of a deployment.
+        reason: The message of their state.
+
+    """
+    for trial in trials:
+        try:
+            alive = [it for it in find_alive(trial) if it.state is None or not it.state.is_cancelling()]
+        except (PrefectException, httpx.HTTPError) as exc:
+            get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
+            continue
+        for flow_run in alive:
+            get_run_logger().info("flow run %r ends: %s", flow_run.name, reason)
+            cancel(trial, flow_run.id, reason)
