@@ -13,6 +13,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from forked_programs import Popen
+from owners import OWNERS
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
@@ -21,6 +22,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelling, Failed, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, sweeping, uniform
 from prefect_torch.flows.prefect_api.settings import without_retries
@@ -28,6 +30,7 @@ from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
+from prefect_torch.flows.trials.trial_flow_runs import FlowRunWatch
 from prefect_torch.tasks.training import backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -231,6 +234,19 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_unless_the_config_is_a
     api.tagged = [begun.model_copy(update={"state": Cancelling()})]
     trials.start(TRIAL)
     assert api.cancelled == ([] if is_taken_over else [begun.id]), "once"
+
+
+def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, monkeypatch):
+    clock, crashed, lost = SimpleNamespace(now_s=0.0), [], {}
+    monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
+    owner = replace(OWNERS["lost"], flow_run_id=str(api.flow_run.id))
+    claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
+    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    for clock.now_s in (100.0, 103.0, 105.0, 109.0, 110.0):
+        _, lost[clock.now_s] = watch.look([(TRIAL, api.flow_run.id)])
+    assert lost == {100.0: set(), 103.0: set(), 105.0: set(), 109.0: set(), 110.0: {api.flow_run.id}}
+    assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
 
 
 def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):
