@@ -4,9 +4,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
+from prefect_torch.ckpt.errors import CommitFailedError, ReportMismatchError, StorageFullError
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, raise_error
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
@@ -14,7 +15,6 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import check_distinct
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
 from prefect_torch.ckpt.text import utc_now
@@ -199,8 +199,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     staged = job.staged
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
-    for first, second in alike(entry.path for entry in files):
-        check_distinct(run, staged.checkpoint_id, first, second)
+    _check_distinct(run, staged.checkpoint_id, files)
     attempt, key = attempt_of(staged.checkpoint_id), run.layout.manifest(staged.checkpoint_id)
     has_to_be_asked = run.storage.local_path(key) is None  # a local file is compared before it gets its name
     if has_to_be_asked:
@@ -223,6 +222,33 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     if has_to_be_asked and (found := find_size(run.storage, key)) != len(data):
         raise _lost_write(run, attempt, key, len(data), found)
     return manifest
+
+
+def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
+    """Look whether a local storage keeps two stored files as one, as a filesystem does that ignores case or forms of Unicode.
+
+    Raises:
+        ReportMismatchError: If it does so: the one that was stored first is lost.
+
+    """
+    folder = run.storage.local_path(run.layout.data(checkpoint_id))
+    if folder is None:
+        return
+    for first, second in alike(entry.path for entry in files):
+        if (folder / first).samefile(folder / second) or not _are_both_listed(folder, first, second):
+            raise ReportMismatchError(
+                f"the filesystem of {run.path} takes {first!r} and {second!r} for the name of one file: rename one of them"
+            )
+
+
+def _are_both_listed(folder: Path, first: str, second: str) -> bool:
+    """Return whether the first directory in which the paths part lists both names: FUSE may number names instead of files."""
+    one, other = Path(first), Path(second)
+    for name, alike_name in zip(one.parts, other.parts, strict=True):
+        if name != alike_name:
+            return {name, alike_name}.issubset(entry.name for entry in folder.iterdir())
+        folder /= name
+    raise AssertionError
 
 
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:

@@ -1,10 +1,9 @@
 """Verification: whether the stored files are the committed ones."""
 
 from functools import partial
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, ReportMismatchError
+from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
@@ -107,27 +106,3 @@ def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Stor
     except FileNotFoundError as exc:
         raise _missing(run, manifest, entry) from exc
     check_entry(run, manifest, entry, found)
-
-
-def check_distinct(run: Run, checkpoint_id: str, first: str, second: str) -> None:
-    """Look whether a local storage keeps two stored files as one, as a filesystem does that ignores case or forms of Unicode.
-
-    Raises:
-        ReportMismatchError: If it does so: the one that was stored first is lost.
-
-    """
-    folder = run.storage.local_path(run.layout.data(checkpoint_id))
-    if folder is not None and ((folder / first).samefile(folder / second) or not _are_both_listed(folder, first, second)):
-        raise ReportMismatchError(
-            f"the filesystem of {run.path} takes {first!r} and {second!r} for the name of one file: rename one of them"
-        )
-
-
-def _are_both_listed(folder: Path, first: str, second: str) -> bool:
-    """Return whether the first directory in which the paths part lists both names: FUSE may number names instead of files."""
-    one, other = Path(first), Path(second)
-    for name, alike in zip(one.parts, other.parts, strict=True):
-        if name != alike:
-            return {name, alike}.issubset(entry.name for entry in folder.iterdir())
-        folder /= name
-    raise AssertionError
