@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
 from .log_filter import add_name, is_called, shorten_logs
 from .submitted_call import terminated_with_caller
+from .unknown_arguments import explain_unbound
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,7 +54,7 @@ class ShortTracebackFlow(Flow[P, R]):
                 ):
                     return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
-                raise ParameterBindError(_unbound(self.fn, args, kwargs) or str(exc)) from None
+                raise ParameterBindError(explain_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:
                 whole = restore_message(exc)
                 if is_defect(whole):
@@ -156,14 +157,3 @@ def short_tracebacks(flow: Flow[P, R]) -> Flow[P, R]:
     flow.__class__ = ShortTracebackFlow
     flow.__signature__ = plain_signature(inspect.signature(flow.fn))  # type: ignore[attr-defined]  # inspect reads it first
     return flow
-
-
-def _unbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return in one line why `function` does not take these arguments; None if it does."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as exc:
-        names = ", ".join(signature.parameters)
-        return f"{function.__name__}() {exc}; it takes {names}"
-    return None

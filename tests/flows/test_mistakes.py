@@ -25,6 +25,7 @@ from prefect_torch.flows import RunConfig, SearchConfig, evaluate, prune, sweep,
 from prefect_torch.flows.calls import short_tracebacks as module
 from prefect_torch.flows.calls.log_filter import FlowLogFilter
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
+from prefect_torch.flows.calls.unknown_arguments import explain_unbound
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.tasks.rank import tracebacks
 
@@ -160,6 +161,24 @@ def test_a_misspelled_keyword_is_named_in_one_line(seen):
         "prefect.exceptions.ParameterBindError: train() got an unexpected keyword argument 'scalin'; "
         "it takes train_fn, config, scaling, run, checkpoint, failure, resume_from"
     )
+
+
+@pytest.mark.parametrize(
+    ("called", "name", "instead"),
+    [
+        (train, "datasets", "load the data in the training function"),
+        (train, "torch_config", "give scaling=ScalingConfig(backend=..., timeout_s=...)"),
+        (train, "validation_config", "call evaluate(eval_fn, ..., watch=True), a flow of its own"),
+        (train, "scaling_config", "give scaling"),
+        (train, "num_workers", "give scaling=ScalingConfig(num_workers=...)"),
+        (sweep, "param_space", "give space"),
+        (sweep, "mode", "give search=SearchConfig(mode=...)"),
+        (evaluate, "num_workers", "give scaling=ScalingConfig(num_workers=...)"),
+    ],
+)
+def test_an_argument_of_rays_or_a_field_of_a_config_is_answered_with_what_to_write(called, name, instead):
+    text = explain_unbound(called.fn, ("module:function", {}), {name: 1})
+    assert text.startswith(f"{called.__name__}() got an unexpected keyword argument {name!r}; {instead}; it takes ")
 
 
 @pytest.mark.parametrize("shown", [train, sweep, evaluate, prune, train.with_options(retries=1), RunConfig, SearchConfig])
