@@ -1,19 +1,23 @@
-"""Warnings of stop criteria and schedulers that decided nothing on a completed trial, as no report had what they need."""
+"""Warnings of stop criteria and schedulers that decide nothing on a trial, as no report has what they need."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import CheckpointError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import time_of
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 
+_FIRST_LOOK_S = 60.0  # at trials that run, which only a limit may end; each next look is twice as late
+_ENOUGH_REPORTS = 10
+
 
 class UnusedCriteria:
-    """Warns once of each limit, and of the scheduler, that it has decided nothing on a completed trial, and why.
+    """Warns once of each limit, and of the scheduler, that it has decided nothing on a trial, and why.
 
-    There is no warning of one that the first such trial has reported.
+    There is no warning of one that the first completed trial has reported, or the first that runs and has reported often.
 
     Args:
         search: The configuration of the search.
@@ -24,6 +28,29 @@ class UnusedCriteria:
         self._search = search
         self._limits = dict(search.stop or {})
         self._awaits_decision = True
+        self._began_s, self._next_look_s = time.monotonic(), _FIRST_LOOK_S
+
+    def warnings_while_running(self, trials: Callable[[], Sequence[TrialRecord]], storage: StorageSpec) -> Iterator[str]:
+        """Yield the warnings of limits that are missing in each of a trial's reports up to now, which may have no other end.
+
+        Costs a read of the trials' histories after one minute, two, four, until one of them has ten reports.
+
+        Args:
+            trials: Returns the trials that run.
+            storage: The storage of the sweep.
+
+        """
+        if not self._limits or time.monotonic() - self._began_s < self._next_look_s:
+            return
+        self._next_look_s *= 2
+        for trial in trials():
+            try:
+                reports = _reports_of(trial, storage)
+            except (CheckpointError, OSError):  # no reason to end the sweep
+                return
+            if len(reports) >= _ENOUGH_REPORTS:
+                yield from self._missing_limits(trial, reports, "so far ")
+                return
 
     def warnings(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
         """Yield the warnings on a trial that has ended; costs a read of its history while any may follow.
@@ -41,16 +68,8 @@ class UnusedCriteria:
         due = first_decision if self._awaits_decision else None
         if due is None and not self._limits:
             return
-        records = read_history(Run.open(storage, trial.run))
-        reports = [record for record in records if not record.is_logged]
-        names = sorted({name for record in reports for name in record.metrics})
-        limits, self._limits = self._limits, {}
-        for name, limit in limits.items():
-            if not _has(name, reports):
-                yield (
-                    f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} has {name!r} as a "
-                    f"number; its reports have {', '.join(names) or 'none at all'}"
-                )
+        reports = _reports_of(trial, storage)
+        yield from self._missing_limits(trial, reports)
         if due is None:
             return
         times = [time_of(self._search.time_attr, it.step, number, it.metrics) for number, it in enumerate(reports, 1)]
@@ -67,6 +86,20 @@ class UnusedCriteria:
                 f"{self._search.time_attr}={longest:g} without a checkpoint, and decisions are made on reports with one, from "
                 "which the trial can go on; report one at least as often as there are decisions"
             )
+
+    def _missing_limits(self, trial: TrialRecord, reports: Sequence[MetricRecord], when: str = "") -> Iterator[str]:
+        names = sorted({name for record in reports for name in record.metrics})
+        limits, self._limits = self._limits, {}
+        for name, limit in limits.items():
+            if not _has(name, reports):
+                yield (
+                    f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} {when}has {name!r} as "
+                    f"a number; its reports have {', '.join(names) or 'none at all'}"
+                )
+
+
+def _reports_of(trial: TrialRecord, storage: StorageSpec) -> list[MetricRecord]:
+    return [record for record in read_history(Run.open(storage, trial.run)) if not record.is_logged]
 
 
 def _has(name: str, reports: Sequence[MetricRecord]) -> bool:

@@ -1,5 +1,7 @@
 """The trials of a sweep, led to the end of its search: started, recorded, and deleted where better ones keep theirs."""
 
+from collections.abc import Iterable
+
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
@@ -45,8 +47,8 @@ def lead_trials(
             ended = trials.take_ended(_POLL_S)
             for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
-                for line in unused.warnings(search.trials[number], search.first_decision(number), storage):
-                    get_run_logger().warning("%s", line)
+                _warn(unused.warnings(search.trials[number], search.first_decision(number), storage))
+            _warn(unused.warnings_while_running(search.running, storage))
             has_news = bool(ended)
     except Exception as exc:
         trials.terminate(termination.cause or exc)
@@ -57,6 +59,11 @@ def lead_trials(
     trials.close()
     _tell_of_budget(search, config)
     search.raise_if_all_failed()
+
+
+def _warn(lines: Iterable[str]) -> None:
+    for line in lines:
+        get_run_logger().warning("%s", line)
 
 
 def _tell_of_budget(search: Search, config: SearchConfig) -> None:

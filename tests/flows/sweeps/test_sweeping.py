@@ -44,6 +44,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
+from prefect_torch.flows.sweeps import unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
@@ -52,6 +53,7 @@ from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, remove_lost_pin, undecided
+from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
 from prefect_torch.tasks.training import backoff, leadership
 from told_trainings import events_about
@@ -460,6 +462,25 @@ def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text for text in told if expected and text.startswith(expected)] == told
     assert len(told) == (expected is not None)
+
+
+def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp_path, monkeypatch):
+    """Nothing else may end it: a function that reports for ever, with a name of Ray Tune's that nothing adds here."""
+    monkeypatch.setattr(unused_criteria, "_FIRST_LOOK_S", 0.0)
+    run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
+    criteria, history = UnusedCriteria(search(stop={"time_total_s": 60, "loss": 9})), HistoryWriter(run, 1)
+    told = []
+    for step in range(12):
+        history.append(MetricRecord(1, step, {"loss": 1.0}, None, "2026-01-01T00:00:00+00:00"))
+        history.flush()
+        lines = criteria.warnings_while_running(lambda: [TrialRecord(0, run.name, {}, 0)], StorageSpec(str(tmp_path)))
+        told += [(step, line) for line in lines]
+    [(step, line)] = told
+    assert step == 9
+    assert line == (
+        "stop={'time_total_s': 60} completes no trial: no report of trial 0 so far has 'time_total_s' as a number; its reports "
+        "have loss"
+    )
 
 
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):
