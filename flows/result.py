@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_INSTEAD_OF = {  # attributes of Ray's Result
+    "config": "the flow run's parameters have it, and so has the trial of a sweep",
+    "filesystem": "write CheckpointStore.open(storage, run).storage, or read the files in checkpoint.as_directory()",
+    "from_path": "write Result.from_storage(storage, run)",
+}
+
+
 class TrainingFailedError(RuntimeError):
     """The error of a training as its storage records it; `train` itself raises the original error."""
 
@@ -82,6 +89,15 @@ class Result:
                 for record in self.history
             ]
         )
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, for an attribute of Ray's with what to write."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+            hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the curves, the kept checkpoints, and the lines that load one."""

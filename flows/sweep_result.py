@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _logger = logging.getLogger(__name__)
+_BEST = "write best, or get_best_trial(metric, mode), a trial with its config, metrics and checkpoint"
+_INSTEAD_OF = {  # attributes of Ray's ResultGrid and ExperimentAnalysis
+    **dict.fromkeys(("get_best_result", "best_result", "best_trial", "best_config", "best_checkpoint"), _BEST),
+    **dict.fromkeys(("get_dataframe", "dataframe", "results_df"), "write trials_dataframe"),
+    **dict.fromkeys(("results", "get_all_configs"), "write trials"),
+    "num_errors": "write len(errors)",
+    "num_terminated": "count the trials by their state",
+    "experiment_path": "write path",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,15 @@ class Trial:
             return self.result.checkpoint
         except FileNotFoundError:
             return None
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, for an attribute of its result, as Ray's trials have them, with where it is."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+            hint = f": write trial.result.{name}" if not name.startswith("_") and hasattr(Result, name) else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +189,15 @@ class SweepResult:
                 for trial in self.trials
             ]
         )
+
+    if not TYPE_CHECKING:  # a type checker is to know every attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Raise AttributeError, for an attribute of Ray's results with what to write."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+            hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the parameters in a picture, the best trials, and the line that loads a checkpoint."""

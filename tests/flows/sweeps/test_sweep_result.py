@@ -1,13 +1,14 @@
 """The best trials of a sweep's result."""
 
 import json
+import pickle
 
 import pytest
 from prefect_torch.ckpt import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows import SweepResult, Trial
+from prefect_torch.flows import Result, SweepResult, Trial
 from prefect_torch.flows.sweeps.definition import settle_definition
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, encode_event
 from prefect_torch.flows.sweeps.journal.stored_trials import events_of
@@ -35,6 +36,27 @@ def test_the_best_trials_of_one_metric_are_all_that_have_its_best_value():
     losses = [{"loss": value} for value in (2.0, 1.0, float("nan"), 1.0)]
     assert numbers(result(*losses, wanted=["loss"], modes=["min"]).best_trials) == [1, 3]
     assert result(*losses, wanted=["loss"], modes=["min"]).best.number == 1
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "written"),
+    [
+        (result({"loss": 1.0}), "get_best_result", ", which is Ray's: write best, or get_best_trial(metric, mode), a trial"),
+        (result({"loss": 1.0}), "num_errors", ", which is Ray's: write len(errors)"),
+        (result({"loss": 1.0})[0], "metrics_dataframe", ": write trial.result.metrics_dataframe"),
+        (
+            Result({}, None, [], [], "/s/s", 1),
+            "filesystem",
+            ", which is Ray's: write CheckpointStore.open(storage, run).storage",
+        ),
+        (Result({}, None, [], [], "/s/s", 1), "_repr_latex_", ""),  # notebooks ask for it
+    ],
+)
+def test_an_attribute_of_rays_results_is_answered_with_what_to_write(of, name, written):
+    with pytest.raises(AttributeError) as caught:
+        getattr(of, name)
+    assert str(caught.value).startswith(f"{type(of).__name__!r} object has no attribute {name!r}{written}")
+    assert pickle.loads(pickle.dumps(of)) == of
 
 
 def test_a_trial_that_failed_or_lacks_a_metric_is_not_among_the_best():
