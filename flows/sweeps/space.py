@@ -161,7 +161,7 @@ class Nested:
             raise ValueError(f"{name or 'a point'} is a dict in the space, not {value!r}")  # noqa: TRY004 - one error
         nodes = dict(self.items)
         if unknown := value.keys() - nodes.keys():
-            raise ValueError(f"{_join(name, min(unknown))} is not in the space")
+            raise ValueError(f"{_join(name, min(unknown))} is not in the space{_unflattened(min(unknown))}")
         parameters: Parameters = {}
         for key, given in value.items():
             parameters |= nodes[key].parameters(_join(name, key), given)
@@ -218,6 +218,14 @@ def num_points(node: Node) -> int:
 
 def _within(name: str, number: int) -> str:
     return f"{name}[{number}]"  # two options may hold domains of one name that differ
+
+
+def _unflattened(key: str) -> str:
+    """Return what to write instead of a path such as "a/b", as searchers of Ray take it; empty for another key."""
+    *above, text = (*key.split("/"), "...")
+    for part in reversed(above):
+        text = f"{{{part!r}: {text}}}"
+    return f": of dicts in dicts, give {text}" if "/" in key else ""
 
 
 def _join(name: str, key: str) -> str:

@@ -131,6 +131,14 @@ def test_steps_reach_the_upper_end_where_they_do_in_decimals(low, high, step, la
     assert space.parameters("", {"x": last}) == {"x": last}
 
 
+def test_a_point_by_paths_as_searchers_of_ray_take_it_is_answered_with_the_dicts_to_write():
+    space = parse_space({"optimizer": {"lr": uniform(0, 1)}, "x": uniform(0, 1)})
+    with pytest.raises(ValueError, match=r"^optimizer/lr is not in the space: of dicts in dicts, give {'optimizer': {'lr': "):
+        space.parameters("", {"optimizer/lr": 0.5})
+    with pytest.raises(ValueError, match=r"^rate is not in the space$"):
+        space.parameters("", {"rate": 0.5})
+
+
 def test_what_all_trials_have_is_as_it_is_stored_however_deep():
     space = parse_space({"x": uniform(0, 1), "plain": {"betas": (0.9, 0.99)}, "pair": (1, (2,)), "steps": [{"kind": "relu"}]})
     assert {name: node.value for name, node in space.items if name != "x"} == {
