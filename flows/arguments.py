@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -76,7 +77,9 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
         return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:
-        raise ValueError(f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'")
+        raise ValueError(
+            f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'{_of_others(named)}"
+        )
     is_here = canonical(named.store.spec.url) == canonical(storage.url)
     return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
@@ -91,8 +94,17 @@ def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> C
     if isinstance(resume_from, str):
         return find_named(resume_from, storage)
     if resume_from.store is None or resume_from.id is None:
-        raise ValueError(f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'")
+        raise ValueError(
+            f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'{_of_others(resume_from)}"
+        )
     return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)
+
+
+def _of_others(named: Checkpoint) -> str:
+    """Return how to use a directory that is no committed checkpoint, such as one of Ray's; empty where it is none."""
+    if not Path(named.path).is_dir():
+        return ""
+    return "; of other files, give the directory in the config, and read Checkpoint(directory) in the function"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
-from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
-from prefect_torch.flows.arguments import find_named
+from prefect_torch.flows.arguments import find_named, initial_checkpoint
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.observers import Observers
@@ -208,6 +208,13 @@ def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_i
     found = find_named(checkpoint, storage, "run")
     assert (found.storage.url, found.run, found.checkpoint_id) == (url, run, ID)
     assert (found.storage.options == storage.options) == (url == storage.url)
+
+
+@pytest.mark.parametrize("given", [str, Checkpoint])
+def test_a_directory_that_is_no_checkpoint_of_a_run_such_as_one_of_rays_is_read_in_the_function(tmp_path, given):
+    written = "give a committed checkpoint.*; of other files, give the directory in the config, and read Checkpoint"
+    with pytest.raises(ValueError, match=written):
+        initial_checkpoint(given(str(tmp_path)), StorageSpec("s3://bucket/base"))
 
 
 HERE_AND_ALIVE = Owner.current()
