@@ -1234,6 +1234,16 @@ def test_ranks_run_in_the_flows_folder(result):
     assert Path(result.return_value["folder"]) == Path.cwd()
 
 
+@behaviour(
+    "ray.train.torch.TorchTrainer",
+    "shows the INFO lines of the workers' loggers: it sets the root logger's level",
+    verdict="different",
+    reason="a rank's loggers are as Python makes them: call `logging.basicConfig(level=logging.INFO)` in the function",
+)
+def test_the_loggers_of_ranks_are_as_python_makes_them(result):
+    assert result.return_value["logs_info"] is False
+
+
 @pytest.fixture(scope="module")
 def failure(result):
     """What is raised by a training of one rank that begins from another's checkpoint, and fails."""

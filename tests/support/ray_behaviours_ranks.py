@@ -1,5 +1,6 @@
 """What ranks do in the tests of Ray Train's behaviours: a module that they import faster than those tests."""
 
+import logging
 import os
 import sys
 import tempfile
@@ -31,6 +32,7 @@ def train_with_a_failure(config):
         "attempt": context.attempt,
         "told": told[0],
         "folder": os.getcwd(),  # noqa: PTH109 - compared as text
+        "logs_info": logging.getLogger("my_training").isEnabledFor(logging.INFO),
     }
 
 
