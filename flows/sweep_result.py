@@ -35,6 +35,10 @@ _INSTEAD_OF = {  # attributes of Ray's ResultGrid and ExperimentAnalysis
 }
 
 
+_OF_RAYS_TRIALS = {"last_result": "metrics", "evaluated_params": "config", "status": "state", "trial_id": "number"}
+_OF_RAYS_TRIALS |= dict.fromkeys(("logdir", "local_path"), "result.path")
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One trial of a sweep.
@@ -79,10 +83,11 @@ class Trial:
     if not TYPE_CHECKING:  # a type checker is to know every attribute
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, for an attribute of its result, as Ray's trials have them, with where it is."""
+            """Raise AttributeError, for an attribute of its result or of Ray's trials with where that is."""
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
-            hint = f": write trial.result.{name}" if not name.startswith("_") and hasattr(Result, name) else ""
+            at = f"result.{name}" if not name.startswith("_") and hasattr(Result, name) else _OF_RAYS_TRIALS.get(name)
+            hint = "" if at is None else f": write trial.{at}"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 

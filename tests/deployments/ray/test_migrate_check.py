@@ -305,6 +305,20 @@ def test_the_arguments_of_tunes_classes_and_of_a_results_methods_are_told_one_by
     ]
 
 
+def test_the_trials_of_an_analysis_are_told_by_what_is_read_of_them():
+    assert uses("""
+        from ray import tune
+        found = tune.run(print)
+        print(found.get_best_trial("loss", "min", "last").last_result, [trial.status for trial in found.trials])
+    """)[2:] == [
+        "tune.ExperimentAnalysis.get_best_trial",
+        *(f"tune.ExperimentAnalysis.get_best_trial({it})" for it in ("metric='loss'", "mode='min'", "scope='last'")),
+        "tune.Trial.last_result",
+        "tune.Trial.status",
+        "tune.ExperimentAnalysis.trials",
+    ]
+
+
 def test_the_arguments_of_tunes_callbacks_for_lightning_are_told_one_by_one():
     assert uses("""
         from ray.tune.integration.pytorch_lightning import TuneReportCallback, TuneReportCheckpointCallback

@@ -44,6 +44,7 @@ def test_the_best_trials_of_one_metric_are_all_that_have_its_best_value():
         (result({"loss": 1.0}), "get_best_result", ", which is Ray's: write best, or get_best_trial(metric, mode), a trial"),
         (result({"loss": 1.0}), "num_errors", ", which is Ray's: write len(errors)"),
         (result({"loss": 1.0})[0], "metrics_dataframe", ": write trial.result.metrics_dataframe"),
+        (result({"loss": 1.0})[0], "last_result", ": write trial.metrics"),
         (
             Result({}, None, [], [], "/s/s", 1),
             "filesystem",
