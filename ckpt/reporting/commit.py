@@ -7,7 +7,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.errors import CommitFailedError, ReportMismatchError, StorageFullError
+from prefect_torch.ckpt.context import TrainContext
+from prefect_torch.ckpt.errors import CommitFailedError, ReportMismatchError, StorageError, StorageFullError
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, raise_error
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
@@ -15,8 +16,11 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
+from prefect_torch.ckpt.storage.protocol import Storage, Transfer
+from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
+from prefect_torch.ckpt.storage.synced.transport import Transport
 from prefect_torch.ckpt.text import utc_now
 
 from .background import BackgroundCommits
@@ -35,7 +39,7 @@ class RankCommits:
         peers: The ranks.
         background: This rank's background commits.
         events: The sender that reports to the leader.
-        attempt: The attempt's number.
+        context: This rank's place in the attempt.
         restored: The checkpoint that the attempt begins from, which the first commit continues.
 
     Attributes:
@@ -50,7 +54,7 @@ class RankCommits:
         peers: Peers,
         background: BackgroundCommits,
         events: EventSender,
-        attempt: int,
+        context: TrainContext,
         restored: Checkpoint | None,
     ) -> None:
         self.costs = CommitCosts()
@@ -58,7 +62,7 @@ class RankCommits:
         self._peers = peers
         self._background = background
         self._events = events
-        self._attempt = attempt
+        self._context = context
         self._decided: list[str] = []  # the topics of the previous commit
         self._has_warned_of_empty = False
         self._parent = None if restored is None else _name_from(run, restored)
@@ -75,14 +79,14 @@ class RankCommits:
             if not agreement.is_background:
                 self._commit(staged)
         if self._peers.rank == 0:
-            record = MetricRecord(self._attempt, agreement.step, report.metrics, agreement.checkpoint_id, utc_now())
+            record = MetricRecord(self._context.attempt, agreement.step, report.metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, report.progress))
         if agreement.is_background:  # last: from here on two threads want one GIL
             self._background.submit(agreement.step, lambda: self._commit(staged))
 
     def _commit(self, staged: StagedReport) -> None:
         started_s = time.monotonic()
-        job = CommitJob(staged, self._parent)
+        job = CommitJob(staged, self._parent, self._context.local_world_size)
         try:
             manifest = commit(self._run, self._peers, job)
             if not staged.agreement.is_background:  # else `release` removes them
@@ -132,11 +136,12 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
     Costs a put per file and one for the manifest, one listing for the fence, in a bucket one of the files and one request for
-    the manifest's size, and two exchanges between the ranks. An error on any rank is raised on all of them, and then there is
-    no checkpoint. When the storage is full, garbage is removed from it and the commit is tried once more.
+    the manifest's size, in a directory one of the files if other machines stored some, and two exchanges between the ranks. An
+    error on any rank is raised on all of them, and then there is no checkpoint. When the storage is full, garbage is removed
+    from it and the commit is tried once more.
 
     Raises:
-        CommitFailedError: If a rank could not store its part, or is lost.
+        CommitFailedError: If a rank could not store its part, or is lost, or rank 0 does not see another machine's files.
         StorageFullError: If there is no space.
         FencedError: If a newer attempt owns the run.
         ReportMismatchError: If ranks reported different bytes under one name.
@@ -199,11 +204,13 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     staged = job.staged
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
-    _check_distinct(run, staged.checkpoint_id, files)
     attempt, key = attempt_of(staged.checkpoint_id), run.layout.manifest(staged.checkpoint_id)
     has_to_be_asked = run.storage.local_path(key) is None  # a local file is compared before it gets its name
     if has_to_be_asked:
         _check_stored(run, staged.checkpoint_id, files)
+    elif Transport.of(run.spec.options) is None:  # else each machine has its own files alone
+        _check_seen(run, staged.checkpoint_id, [entry for entry in files if entry.rank >= job.num_here])
+    _check_distinct(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,
@@ -266,6 +273,38 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
     if other is not None:
         key, found = other
         raise _lost_write(run, attempt_of(checkpoint_id), key, expected[key], found)
+
+
+def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
+    """Return once this machine sees in a directory what other machines have stored there.
+
+    A mount may show what it has listed before (FUSE, for minutes), or the size of a file that was being written (NFS, for
+    seconds). Committed nevertheless, a checkpoint would count as damaged at a start on this machine.
+
+    Raises:
+        StorageError: If it does not, as long as the storage is waited for.
+        FencedError: If that is since a newer attempt owns the run, or the run was deleted.
+
+    """
+    if not files:
+        return
+    prefix = run.layout.data(checkpoint_id)
+    entries = {run.layout.data(checkpoint_id, entry.path): entry for entry in files}
+
+    def look(storage: Storage) -> None:
+        other = find_other_size(storage, prefix, {key: entry.bytes for key, entry in entries.items()})
+        if other is None:
+            return
+        check_fence(run, attempt_of(checkpoint_id))
+        key, found = other
+        mount = shared_mount_of(Path(run.storage.url))
+        raise StorageError(
+            f"rank 0's machine sees {found or 0} of the {entries[key].bytes} bytes that rank {entries[key].rank} has stored on "
+            f"another one in {key}; mount the directory{'' if mount is None else f' ({mount})'} so that each machine sees at "
+            "once what others write: rclone with --dir-cache-time 0s"
+        )
+
+    with_retries(run.storage, "looking for other machines' files in", prefix, look)
 
 
 def _lost_write(run: Run, attempt: int, key: str, expected: int, found: int | None) -> CommitFailedError:

@@ -128,6 +128,7 @@ class CommitJob:
     Attributes:
         staged: The report.
         parent: The checkpoint that this one continues.
+        num_here: The number of ranks on this machine; on rank 0's, the first ones.
         stored: The files of it that this rank has stored, by path.
         linked: The paths of those that this rank's directory and the storage may both have, as one file with two names.
         decided: The topics of rank 0's decisions on it.
@@ -136,6 +137,7 @@ class CommitJob:
 
     staged: StagedReport
     parent: str | None = None
+    num_here: int = 1
     stored: dict[str, FileEntry] = field(default_factory=dict)
     linked: list[str] = field(default_factory=list)
     decided: list[str] = field(default_factory=list)

@@ -96,7 +96,7 @@ class RankSession:
             run, context.world_rank, context.world_size, settings.checkpoint_score_attribute, self.lent
         )
         self._rounds = Rounds(peers, context.attempt, background, is_terminating)
-        self._commits = RankCommits(run, peers, background, self._events, context.attempt, restored)
+        self._commits = RankCommits(run, peers, background, self._events, context, restored)
         budget = OverheadBudget(settings.target_overhead, self._commits.costs)
         self._requests = CheckpointRequests(peers, self._rounds, budget, is_terminating)
         self.context = replace(

@@ -7,6 +7,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
 from prefect_torch.ckpt.storage.sizes import find_other_size
@@ -82,7 +83,11 @@ def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorrupt
 
 
 def _missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} is missing")
+    path = f"{run.path_of(manifest.id)}/{entry.path}"
+    is_folder = run.storage.local_path(run.layout.data(manifest.id)) is not None
+    mount = shared_mount_of(Path(run.storage.url)) if is_folder else None
+    may_be_late = "" if mount is None else f" here; another machine may see it, if this mount ({mount}) shows old listings"
+    return CheckpointCorruptError(f"{path} is missing{may_be_late}")
 
 
 def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import xxhash
 
-from .mounts import filesystem_of
+from .mounts import is_local
 
 _PREFIX = ".prefect-torch-scratch-"
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Other filesystems may be served by another machine, to which a lock of this one may be unknown (nolock, localflock, FUSE).
-_OF_ONE_KERNEL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
 _LEAST_AGE_S = 24 * 3600.0
 
 
@@ -93,11 +91,6 @@ def kernel_id() -> str:
     Containers of one machine share it, and its file locks.
     """
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
-
-
-def is_local(folder: Path) -> bool:
-    """Return whether `folder` is on a filesystem of this kernel alone, which no other machine sees; False if unknown."""
-    return filesystem_of(folder.stat().st_dev) in _OF_ONE_KERNEL
 
 
 def is_of_earlier_boot(folder: Path) -> bool:

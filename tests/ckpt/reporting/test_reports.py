@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +33,11 @@ from prefect_torch.ckpt.reporting.rank_part import StagedReport
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
+from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.ckpt.storage.synced.transport import Transport
 from ranks import Attempt, as_rank, folder, read_files
 
 
@@ -456,6 +461,59 @@ def test_a_bucket_that_acknowledges_a_manifest_and_has_none_fails_the_report(tmp
     with pytest.raises(CommitFailedError, match=r"acknowledged \d+ bytes of run/manifests/.*\.json, and has no such object"):
         Attempt(store).session().report({}, folder(tmp_path / "0", model="x"))
     assert store.latest() is None
+
+
+class OldListings(LocalStorage):
+    """A mount that shows this machine the files of another one after some looks, if ever."""
+
+    looks_left = 10**9
+
+    def list(self, prefix, *, after=None, splits=None):
+        if "/checkpoints/" in prefix:
+            self.looks_left -= 1
+        shown = super().list(prefix, after=after, splits=splits)
+        return iter([info for info in shown if "there" not in info.key or self.looks_left < 0])
+
+    def size(self, key):
+        if "there" in key and self.looks_left >= 0:
+            raise FileNotFoundError(key)
+        return super().size(key)
+
+    def reopened(self):
+        return self
+
+
+def report_from_two_machines(store, tmp_path):
+    """Return each rank's error of a report to which both machines contribute a file."""
+
+    def train(session, rank):
+        session.report({}, folder(tmp_path / str(rank), **{("here", "there")[rank]: "x"}))
+
+    return Attempt(store, 2, nodes=[1, 1]).run(train)
+
+
+def test_what_rank_0_does_not_see_of_another_machines_files_is_not_committed(tmp_path):
+    store = open_run(OldListings(tmp_path))
+    errors = report_from_two_machines(store, tmp_path)
+    assert [type(error) for error in errors] == [CommitFailedError] * 2
+    assert re.search(r"sees 0 of the 1 bytes that rank 1 has stored on another one in run/.*/there; mount", str(errors[0]))
+    assert store.list() == []
+
+
+def test_in_a_synced_directory_each_machine_has_its_own_files_alone(tmp_path):
+    mount = OldListings(tmp_path)
+    synced = Transport("true", "true", str(tmp_path), "0", "60").options()
+    store = CheckpointStore(mount, Layout("run"), StorageSpec(mount.url, synced))
+    assert report_from_two_machines(store, tmp_path) == [None, None]
+
+
+def test_another_machines_files_are_waited_for(tmp_path):
+    mount = OldListings(tmp_path)
+    mount.looks_left = 2
+    store = open_run(RetryingStorage(lambda: mount, RetryPolicy(deadline_s=60, first_wait_s=0), mount))
+    assert report_from_two_machines(store, tmp_path) == [None, None]
+    assert len(store.list()) == 1
+    assert mount.looks_left == -1
 
 
 def test_a_bucket_whose_run_is_deleted_meanwhile_is_not_said_to_lose_writes(tmp_path):

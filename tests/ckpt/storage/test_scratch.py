@@ -68,6 +68,13 @@ def test_what_one_kernel_serves_alone_is_known_and_what_is_unknown_is_taken_as_s
     assert not scratch.is_local(Path("/proc"))
     monkeypatch.setattr(mounts, "_MOUNTS", tmp_path / "none")  # as on macOS
     assert not scratch.is_local(Path("/dev/shm"))
+    assert mounts.shared_mount_of(Path("/proc")) is None
+
+
+def test_a_mount_that_others_may_change_is_named(tmp_path):
+    assert mounts.shared_mount_of(Path("/proc")) == "proc on /proc"
+    assert mounts.shared_mount_of(Path("/dev/shm")) is None
+    assert mounts.shared_mount_of(tmp_path / "gone") is None
 
 
 def test_a_scratch_folder_goes_with_its_block(tmp_path):
