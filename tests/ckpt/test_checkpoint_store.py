@@ -353,6 +353,18 @@ def test_what_is_being_written_is_not_older_than_the_clock_of_the_storage_says(s
     assert not half.exists()
 
 
+def test_a_directory_that_a_killed_deletion_has_emptied_is_removed(store, tmp_path):
+    (kept,) = fill(store, tmp_path, 1)
+    checkpoints = tmp_path / "store/run/checkpoints"
+    for name in ("000001-00000000-00000000/sub", "000001-00000000-11111111", "foreign"):
+        (checkpoints / name).mkdir(parents=True)
+        os.utime(checkpoints / name, (0, 0))
+    assert collect_garbage(store) == []
+    assert {path.name for path in checkpoints.iterdir()} == {kept.id, "000001-00000000-00000000", "foreign"}
+    collect_garbage(store, grace_s=-60)  # the other one was changed a moment ago
+    assert {path.name for path in checkpoints.iterdir()} == {kept.id, "foreign"}
+
+
 def test_data_of_the_running_attempt_is_no_garbage_unless_it_was_given_up(store, tmp_path):
     committed = fill(store, tmp_path, 1, 2)
     for again in ("000001-00000005-00000000", "000001-00000001-00000000"):  # also of the step whose commit was taken for failed

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
@@ -76,6 +77,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     _delete_left_evaluations(run, manifests, kept=kept)
     delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
     _delete_unreported(run, newest_attempt, now_s - grace_s)
+    _remove_emptied(run, data, now_s - grace_s)
     remove_stale_marks(run, now_s)
     # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
     run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
@@ -111,6 +113,19 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
                 (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
     with suppress(OSError):  # it is there for those of living ranks
         folder.rmdir()
+
+
+def _remove_emptied(run: Run, data: Collection[str], before_s: float) -> None:
+    """Remove the directories of checkpoints that a deletion has emptied which was killed before it could remove them."""
+    folder = run.storage.local_path(run.layout.checkpoints.removesuffix("/"))
+    if folder is None:
+        return
+    for checkpoint_id in set(filter(is_id, run.storage.folders(run.layout.checkpoints))) - set(data):
+        folders = [Path(place) for place, _, _ in os.walk(folder / checkpoint_id, topdown=False)]
+        with suppress(OSError):  # something is in it, or another process has removed it
+            if all(place.stat().st_mtime < before_s for place in folders):
+                for place in folders:
+                    place.rmdir()
 
 
 def _quarantined(run: Run) -> dict[str, float]:
