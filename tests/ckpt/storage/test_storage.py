@@ -31,6 +31,7 @@ from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
 from prefect_torch.ckpt.storage.digest import write_all
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.local_files.root_folder import Way
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store import backend as object_store
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
@@ -131,6 +132,21 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.put_buffers("run/c", [memoryview(b"1")])
         assert [info.bytes for info in storage.list("run/")] == [1, 1, 1]
         assert asked == [tmp_path / "store/run"] * 3
+
+    def test_a_size_that_a_file_server_told_before_the_last_write_is_no_damage(self, storage, monkeypatch):
+        """NFS knows a file that was listed while it was being written by its size then, for seconds, unless it is opened."""
+        storage.put_bytes("run/x", b"whole")
+        status = Way.status
+
+        def old_status(way, name):
+            found = status(way, name)
+            return os.stat_result([*found[:6], 1, *found[7:10]])
+
+        monkeypatch.setattr(Way, "status", old_status)
+        assert storage.size("run/x") == 1
+        assert storage.reopened().size("run/x") == 5
+        with pytest.raises(FileNotFoundError):
+            storage.reopened().size("run")
 
     @pytest.mark.parametrize("call", ["open", "mkdir"])
     @pytest.mark.parametrize(
