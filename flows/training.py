@@ -14,6 +14,7 @@ from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.result import Result, summarize
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
@@ -139,22 +140,23 @@ def train(
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids))
     location = LocationObserver(job)
-    try:
-        with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
-            return_value = lead_training(
-                job,
-                gpus,
-                machines,
-                termination,
-                [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
-            )
-    finally:
-        # Else the process may be killed soon, and the next end refreshes the page.
-        if location.has_begun and termination.cause is None:
-            refresh_runs_page(job.storage)
-    result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
-    location.log_completed(summary := summarize(result, job.policy))
-    return completed(summary, result)
+    with outlast_api_outages():  # also of an embedded server that dies while the page is made
+        try:
+            with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
+                return_value = lead_training(
+                    job,
+                    gpus,
+                    machines,
+                    termination,
+                    [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
+                )
+        finally:
+            # Else the process may be killed soon, and the next end refreshes the page.
+            if location.has_begun and termination.cause is None:
+                refresh_runs_page(job.storage)
+        result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+        location.log_completed(summary := summarize(result, job.policy))
+        return completed(summary, result)
 
 
 def _introduce(job: TrainJob) -> None:

@@ -26,6 +26,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.prefect_api import outage as api_outage
 from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper
 from prefect_torch.flows.prefect_api.outage import is_outage, outlast_api_outages
@@ -204,6 +205,16 @@ def test_an_end_while_the_api_refuses_is_told_when_it_is_back(proxy, raises):
         APILogHandler().flush()  # and whatever else Prefect would go on sending through the proxy
     (found,) = rows(proxy.api, "flow_runs", flow_runs={"id": {"any_": told}})
     assert found["state_name"] == ("Failed" if raises else "Completed")
+
+
+def test_an_embedded_server_is_kept_running_until_nothing_but_the_final_state_is_left(tmp_path, monkeypatch):
+    """One that died while the page was made stayed away: a ConnectError, and Prefect did not let the process end."""
+    keepers = []
+    refresh = "prefect_torch.flows.training.refresh_runs_page"
+    monkeypatch.setattr(refresh, lambda _: keepers.append(api_outage._keeper.get(None)))
+    train("sweep_trainings:climb", {"lr": 0.3, "epochs": 1}, run=RunConfig(storage=tmp_path))
+    (keeper,) = keepers
+    assert keeper is not None
 
 
 def test_only_an_inner_flow_run_that_has_just_begun_does_not_ask_whether_the_api_answers(monkeypatch):
