@@ -426,6 +426,25 @@ def test_an_address_has_no_names_of_buckets_below_it(address):
     assert (options["aws_endpoint_url"], "aws_virtual_hosted_style_request" in options) == (address, False)
 
 
+def test_a_block_with_a_profile_has_its_region_and_endpoint(monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-west-3\nendpoint_url = http://lab:9000\n")
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = key\naws_secret_access_key = x\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+
+    def places(**chosen):
+        block = S3Bucket(bucket_name="bucket", credentials=AwsCredentials(profile_name="lab", **chosen))
+        options = resolve_storage(block).options
+        return options.get("aws_region"), options.get("aws_endpoint_url")
+
+    assert places() == ("eu-west-3", "http://lab:9000")
+    client = AwsClientParameters(endpoint_url="http://other:9000")
+    assert places(region_name="us-west-2", aws_client_parameters=client) == ("us-west-2", "http://other:9000")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://variable:9000")  # as boto3: before the profile's
+    assert places() == ("eu-west-3", None)
+
+
 @pytest.mark.parametrize("name", ["profile", "requester_pays", "s3_additional_kwargs"])
 def test_a_setting_of_s3fs_that_would_have_no_effect_is_refused(name):
     block = RemoteFileSystem(basepath="s3://bucket/x", settings={"key": "key", "secret": "x", name: {"a": "b"}})

@@ -1,11 +1,13 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
+import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
+import botocore.session  # type: ignore[import-untyped]  # ships no types
 import cloudpickle
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
@@ -124,20 +126,28 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     folder = block.bucket_folder.strip("/")
     url = f"s3://{block.bucket_name}/{folder}" if folder else f"s3://{block.bucket_name}"
     credentials = block.credentials
-    options = {
-        "aws_region": credentials.region_name,
-        "aws_endpoint_url": credentials.aws_client_parameters.endpoint_url,
-    }
+    parameters = credentials.aws_client_parameters
+    region, endpoint = _of_profile(credentials)
+    endpoint = parameters.endpoint_url or endpoint
+    options = {"aws_region": credentials.region_name or region, "aws_endpoint_url": endpoint}
     if isinstance(credentials, MinIOCredentials):
         options["aws_access_key_id"] = credentials.minio_root_user
         options["aws_secret_access_key"] = credentials.minio_root_password.get_secret_value()
     else:
         options.update(_aws_keys(credentials))
-    parameters = credentials.aws_client_parameters
     options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
-    options.update(_virtual_hosts(parameters.config, block.bucket_name, parameters.endpoint_url))
-    options["proxy_url"] = _proxy(parameters.config, parameters.endpoint_url)
+    options.update(_virtual_hosts(parameters.config, block.bucket_name, endpoint))
+    options["proxy_url"] = _proxy(parameters.config, endpoint)
     return StorageSpec(url, {name: value for name, value in options.items() if value})
+
+
+def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
+    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines need not have it."""
+    if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
+        return None, None
+    session = botocore.session.Session(profile=credentials.profile_name)
+    is_set = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return session.get_config_variable("region"), None if is_set else session.get_scoped_config().get("endpoint_url")
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:
