@@ -14,7 +14,7 @@ from prefect_torch.ckpt.storage.object_store.listing import ServerOrder
 from prefect_torch.ckpt.storage.specs.location import is_bucket
 
 from .protocol import Storage
-from .retry import ClockSkewError
+from .retry import ClockSkewError, NoCredentialsError
 
 Step: TypeAlias = Literal["write", "list", "read", "delete", "forget"]
 ListingOrder: TypeAlias = Literal["keys", "folders", "none"]
@@ -25,6 +25,10 @@ _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "free some space, or give another location",
     errno.EDQUOT: "free some space, or give another location",
     errno.EROFS: "mount it writable, or give another location",
+}
+_REMEDIES: dict[type[Exception], str] = {
+    ClockSkewError: "have NTP set this machine's clock",
+    NoCredentialsError: "give them to this process, or another location",
 }
 _RIGHTS: dict[Step, str] = {
     "write": "s3:PutObject",
@@ -153,8 +157,8 @@ class _Trial:
 
 
 def _advice(step: Step, error: Exception, url: str) -> str:
-    if isinstance(error, ClockSkewError):
-        return "have NTP set this machine's clock"
+    if type(error) in _REMEDIES:
+        return _REMEDIES[type(error)]
     if isinstance(error, PermissionError):
         right = f"the right to {step}" + (f" ({_RIGHTS[step]})" if url.startswith("s3") and step in _RIGHTS else "")
         return f"let this user {step} there: {right} is missing, or give other credentials"

@@ -69,6 +69,10 @@ class ClockSkewError(PermissionError):
     """The storage refused a request whose time differs from its own clock: set this machine's clock."""
 
 
+class NoCredentialsError(PermissionError):
+    """No credentials were found for the storage, so nothing was asked of it."""
+
+
 def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
     if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError, full_storage
-from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, classify
+from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, NoCredentialsError, classify
 from prefect_torch.ckpt.storage.server_codes import (
     FULL,
     FULL_STATUS,
@@ -105,7 +105,7 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
         return OSError(f"the credentials for {where} cannot be fetched: {reason}; fix AWS_WEB_IDENTITY_TOKEN_FILE")
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:
-        return PermissionError(
+        return NoCredentialsError(
             f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
             "for a public bucket aws_skip_signature"
         )

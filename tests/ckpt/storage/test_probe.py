@@ -2,8 +2,10 @@
 
 import pickle
 from itertools import islice
+from unittest.mock import Mock
 
 import pytest
+from obstore.exceptions import GenericError
 from odd_listings import Shuffled
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.credentials import AwsCredentials
@@ -11,6 +13,7 @@ from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
@@ -102,6 +105,19 @@ def test_refused_access_names_the_step_and_the_right(rclone):
         "let this user write there: the right to write (s3:PutObject) is missing, or give other credentials"
     )
     assert "wrong-secret" not in str(caught.value)
+
+
+def test_missing_credentials_are_no_missing_right(monkeypatch):
+    answer = (
+        "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 3s, after 3 retries - "
+        "HTTP error: error sending request"
+    )
+    error = translate(GenericError(answer), "s3://bucket/x", has_answered=False)
+    storage = open_storage("memory://no-credentials")
+    monkeypatch.setattr(type(storage), "put_bytes", Mock(side_effect=error))
+    with pytest.raises(StorageUnfitError, match="no credentials were found for s3://bucket/x: give a block") as caught:
+        probe_storage(storage)
+    assert caught.value.advice == "give them to this process, or another location"
 
 
 def test_a_missing_bucket_is_named(moto):

@@ -39,7 +39,13 @@ from prefect_torch.ckpt.storage.object_store import multipart_uploads
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify
+from prefect_torch.ckpt.storage.retry import (
+    CredentialsExpiredError,
+    NoCredentialsError,
+    RetryingStorage,
+    RetryPolicy,
+    classify,
+)
 from ranks import Attempt, folder, read_files
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
@@ -976,11 +982,11 @@ TOKEN_REQUEST = (
 @pytest.mark.parametrize(
     ("answer", "has_answered", "expected"),
     [
-        ("HTTP error: error sending request", False, PermissionError),  # a machine without a role
+        ("HTTP error: error sending request", False, NoCredentialsError),  # a machine without a role
         ("HTTP error: error sending request", True, StorageError),
         ("Server returned non-2xx status code: 429 Too Many Requests", False, StorageError),
         ("Server returned non-2xx status code: 503 Service Unavailable", False, StorageError),
-        ("Server returned non-2xx status code: 404 Not Found", False, PermissionError),
+        ("Server returned non-2xx status code: 404 Not Found", False, NoCredentialsError),
     ],
 )
 def test_a_role_whose_credentials_fail_to_come_once_is_asked_again(answer, has_answered, expected):
