@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import prefect
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.logging.loggers import flow_run_logger
 
 Logger: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
@@ -29,14 +30,22 @@ def get_run_logger() -> Logger:
 
 @contextmanager
 def library_logs_in_run() -> Iterator[None]:
-    """Copy the records of this thread about checkpoints, from INFO on, to the log of the current run."""
+    """Copy the records of this thread about checkpoints, from INFO on, to the log of the current run.
+
+    Prefect's console shows them as that run's alone, since it would show the warnings among them twice.
+    """
     handler = _ToRun(get_run_logger())
+    consoles = [it for it in logging.getLogger().handlers if isinstance(it, PrefectConsoleHandler)]
     level = _LIBRARY.level
     _LIBRARY.setLevel(min(logging.INFO, _LIBRARY.getEffectiveLevel()))
     _LIBRARY.addHandler(handler)
+    for console in consoles:
+        console.addFilter(handler.leaves_out)
     try:
         yield
     finally:
+        for console in consoles:
+            console.removeFilter(handler.leaves_out)
         _LIBRARY.removeHandler(handler)
         _LIBRARY.setLevel(level)
 
@@ -50,3 +59,8 @@ class _ToRun(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.thread == self._thread:  # the training of another thread has its own log
             self._run_logger.log(record.levelno, "%s", record.getMessage())
+
+    def leaves_out(self, record: logging.LogRecord) -> bool:
+        """Return whether this handler has not copied the record."""
+        is_copied = record.thread == self._thread and record.levelno >= self.level
+        return not (is_copied and record.name.startswith(f"{_LIBRARY.name}."))

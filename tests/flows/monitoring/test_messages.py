@@ -1,9 +1,12 @@
 """The line that a completed training leaves in the list of runs, and what its log warns of."""
 
 import logging
+import threading
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
@@ -13,6 +16,8 @@ from prefect_torch.flows import Result, RunConfig
 from prefect_torch.flows.monitoring import messages
 from prefect_torch.flows.monitoring.messages import LocationObserver
 from prefect_torch.flows.result import summarize
+from prefect_torch.tasks import run_logs
+from prefect_torch.tasks.run_logs import library_logs_in_run
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
 
 CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
@@ -69,3 +74,22 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
     told = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
     assert len(told) == warnings
     assert all(it.startswith("attempt 2 resumed from step 9 and completed without a report: ") for it in told)
+
+
+def test_a_line_about_checkpoints_is_shown_once(monkeypatch):
+    """Prefect's console is on the root logger, too, and showed each warning twice."""
+    console = PrefectConsoleHandler(stream=StringIO())
+    root, quarantine = logging.getLogger(), logging.getLogger("prefect_torch.ckpt.runs.quarantine")
+    monkeypatch.setattr(run_logs, "get_run_logger", lambda: logging.getLogger("of-a-run"))
+    root.addHandler(console)
+    try:
+        with library_logs_in_run():
+            quarantine.warning("damaged")
+            other = threading.Thread(target=quarantine.warning, args=["of another thread"])
+            other.start()
+            other.join()
+        quarantine.warning("of no run")
+    finally:
+        root.removeHandler(console)
+    shown = console.console.file.getvalue()
+    assert [shown.count(text) for text in ("damaged", "of another thread", "of no run")] == [1, 1, 1]
