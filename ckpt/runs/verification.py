@@ -1,6 +1,7 @@
 """Verification: whether the stored files are the committed ones."""
 
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
