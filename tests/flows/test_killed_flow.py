@@ -204,7 +204,7 @@ def test_sigterm_ends_a_training_whose_storage_is_away_and_no_attempt_follows(tm
             environment={"PREFECT_API_URL": PREFECT_API_URL.value(), **environment},
         )
         stack.callback(leader.kill)
-        leader.wait_for(lambda: committed(stored))
+        leader.wait_for((folder / "bucket/run/metrics").exists)  # by then the leader knows of the commit
         stack.pop_all()
     leader.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
