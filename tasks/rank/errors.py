@@ -1,5 +1,6 @@
 """The errors of a training, as the process that leads it sees them, and the kinds of a rank's failure."""
 
+import copy
 import copyreg
 from typing import Literal, TypeAlias
 
@@ -44,7 +45,8 @@ class RankFailedError(RuntimeError):
         original = self.original
         # With Dask in the process, exceptions of other types bring their causes along, by tblib: a circle without an end.
         if original is not None and original.__cause__ is self and type(original) in copyreg.dispatch_table:
-            original = None
+            original = copy.copy(original)
+            original.__cause__ = original.__context__ = None
         return type(self), (str(self), self.rank, self.kind, original, self.traceback), {"was_killed": self.was_killed}
 
 

@@ -41,18 +41,22 @@ def test_what_a_training_raises_is_pickled_where_exceptions_bring_their_causes_a
     """As they do by tblib, once Dask is imported: the cause holds the exception itself, which had no end."""
 
     def with_cause(error):
-        return pair, (error.args[0], error.__cause__)
+        return key_error, (error.args[0], error.__cause__)
 
     failed = RankFailedError("rank 0 failed", 0, "user", KeyError("lr"), "its traceback")
     failed.original.__cause__ = failed
     assert str(pickle.loads(pickle.dumps(failed)).original) == "'lr'"
     monkeypatch.setitem(copyreg.dispatch_table, KeyError, with_cause)
-    text, cause = pickle.loads(pickle.dumps(failed.original))
-    assert (text, cause.traceback) == ("lr", "its traceback")
+    original = pickle.loads(pickle.dumps(failed.original))
+    assert (original.args, original.__cause__.traceback) == (("lr",), "its traceback")
+    assert str(pickle.loads(pickle.dumps(failed)).original) == "'lr'"
+    assert failed.original.__cause__ is failed
 
 
-def pair(*both):
-    return both
+def key_error(text, cause):
+    error = KeyError(text)
+    error.__cause__ = cause
+    return error
 
 
 def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_exits():
