@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import psutil  # noqa: E402 - here and below: found by the line above, or as the others are
+from forked_programs import program_server  # noqa: E402
 from prefect_servers import PrefectServer, rows, wait_until  # noqa: E402
 from restarted_process import RestartedProcess  # noqa: E402
 from result_file import write_results  # noqa: E402
@@ -203,6 +204,7 @@ def check(options, folder):
                 wrong.append(f"sweep {number} found {found}, undisturbed {expected}")
             wrong += [f"afresh in spite of a checkpoint: {it}" for it in fresh_starts_with_checkpoints(leader)]
             wrong += [f"the sweep's process ended by itself with {code}" for code in leader.ended_by_itself]
+    program_server().close()  # the servers are forked from it
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not living_but_this(), "no process is left", 30)
     wrong += [f"left: {process.cmdline()}" for process in living_but_this()]
