@@ -160,8 +160,7 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
         gpus.take(lambda: None)
     except GpusBusyError as exc:
         waits = "fails" if scaling.wait_for_gpus_s == 0 else "waits"
-        in_use = str(exc).removesuffix("; wait_for_gpus_s=0 is over")
-        yield PlanLine("gpus", "wrong" if waits == "fails" else "warning", f"{in_use}; the training {waits}")
+        yield PlanLine("gpus", "wrong" if waits == "fails" else "warning", f"{exc.in_use}; the training {waits}")
     else:
         yield PlanLine("gpus", "ok", f"{ranks}, each with a GPU, which are free: {', '.join(gpus.uuids)}")
     finally:

@@ -37,7 +37,20 @@ _LONGEST_TAKING_S = 5.0  # which takes milliseconds, but whoever does it may be 
 
 
 class GpusBusyError(RuntimeError):
-    """Others use the GPUs that a training or an evaluation needs, and it waits for them no longer."""
+    """Others use the GPUs that a training or an evaluation needs, and it waits for them no longer.
+
+    Attributes:
+        in_use: How many are needed, and which are in use by whom.
+        waited_s: How long it has waited, in seconds.
+
+    """
+
+    def __init__(self, in_use: str, waited_s: float) -> None:
+        super().__init__(in_use, waited_s)
+        self.in_use, self.waited_s = in_use, waited_s
+
+    def __str__(self) -> str:
+        return f"{self.in_use}; wait_for_gpus_s={self.waited_s:g} is over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +166,12 @@ class GpuAllocation:
         remind_s = -math.inf
         while (users := self._try()) is not None:
             raise_if_requested()
-            needed = f"{self._count} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
+            in_use = f"{self._count} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
             now_s = time.monotonic()
             if self._wait_s is not None and now_s - started_s >= self._wait_s:
-                raise GpusBusyError(f"{needed}; wait_for_gpus_s={self._wait_s:g} is over")
+                raise GpusBusyError(in_use, self._wait_s)
             if now_s >= remind_s:
-                get_run_logger().warning("waiting for GPUs: %s", needed)
+                get_run_logger().warning("waiting for GPUs: %s", in_use)
                 remind_s = now_s + _REMIND_S
             time.sleep(_POLL_S)
 
