@@ -41,16 +41,12 @@ class GpusBusyError(RuntimeError):
 
     Attributes:
         in_use: How many are needed, and which are in use by whom.
-        waited_s: How long it has waited, in seconds.
 
     """
 
-    def __init__(self, in_use: str, waited_s: float) -> None:
-        super().__init__(in_use, waited_s)
-        self.in_use, self.waited_s = in_use, waited_s
-
-    def __str__(self) -> str:
-        return f"{self.in_use}; wait_for_gpus_s={self.waited_s:g} is over"
+    def __init__(self, message: str, in_use: str = "") -> None:
+        super().__init__(message)
+        self.in_use = in_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ class GpuAllocation:
             in_use = f"{self._count} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
             now_s = time.monotonic()
             if self._wait_s is not None and now_s - started_s >= self._wait_s:
-                raise GpusBusyError(in_use, self._wait_s)
+                raise GpusBusyError(f"{in_use}; wait_for_gpus_s={self._wait_s:g} is over", in_use)
             if now_s >= remind_s:
                 get_run_logger().warning("waiting for GPUs: %s", in_use)
                 remind_s = now_s + _REMIND_S

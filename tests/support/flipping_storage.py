@@ -5,9 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wrapped_storage import WrappedStorage
-
-READS = ("get_file", "digest", "get_range", "get_bytes")
+from wrapped_storage import READS_OF_DATA, WrappedStorage
 
 
 class FlippingStorage(WrappedStorage):
@@ -35,8 +33,8 @@ class FlippingStorage(WrappedStorage):
     def _do(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         result = super()._do(verb, *args, **kwargs)
         with self._lock:
-            self.reads += verb in READS
-            flips = verb in READS and self.flip_at in (None, self.reads)
+            self.reads += verb in READS_OF_DATA
+            flips = verb in READS_OF_DATA and self.flip_at in (None, self.reads)
             self.first.fired += flips
         return self._flipped(verb, result, *args) if flips else result
 

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-VERBS = (
-    *("put_file", "put_files", "put_buffers", "get_file", "digest", "get_range", "put_bytes", "get_bytes"),
-    *("list", "folders", "size", "delete", "remove_interrupted"),
-)
+READS_OF_DATA = ("get_file", "digest", "get_range", "get_bytes")
+READS = (*READS_OF_DATA, "list", "folders", "size")  # they change nothing
+VERBS = (*READS, "put_file", "put_files", "put_buffers", "put_bytes", "delete", "remove_interrupted")
 
 
 class WrappedStorage:

@@ -29,11 +29,10 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from ranks import Attempt, folder
-from wrapped_storage import WrappedStorage
+from wrapped_storage import READS, WrappedStorage
 
 POLICY = RetentionPolicy(num_to_keep=1)
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
-READS = {"list", "folders", "size", "get_bytes", "get_file", "get_range", "digest"}
 DIGEST_OF_X = xxhash.xxh3_128_hexdigest(b"x")
 
 

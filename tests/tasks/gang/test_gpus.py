@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -129,8 +130,12 @@ def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
     assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
     user = re.escape(f"by this one (process {os.getpid()})")
-    with pytest.raises(GpusBusyError, match=f"1 free GPUs are needed, and of 3 these are in use: GPU 0 {user}, GPU 1 {user}"):
+    with pytest.raises(
+        GpusBusyError, match=f"1 free GPUs are needed, and of 3 these are in use: GPU 0 {user}, GPU 1 {user}"
+    ) as refused:
         take(third)
+    arrived = pickle.loads(pickle.dumps(refused.value))
+    assert (str(arrived), arrived.in_use) == (f"{refused.value.in_use}; wait_for_gpus_s=0 is over", refused.value.in_use)
     assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}  # it has it already
     second.release()
     assert take(third) == {"FAKEGPU_VISIBLE_DEVICES": "1"}
