@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -32,6 +31,7 @@ from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.training.start import lineage_of
+from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event
@@ -287,7 +287,7 @@ def leader_of(server, storage):
 def test_a_flow_process_that_is_killed_is_run_again_and_the_training_resumes(client, prefect_server, tmp_path):
     environment = {**os.environ, "PREFECT_API_URL": prefect_server.api, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, str(SUPPORT / "served_training.py"), str(tmp_path)]
-    with Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as server:
+    with Popen(command, env=environment) as server:
         try:
             wait_until(partial(client.read_automations_by_name, "Resume train/mortal"), "the automation")
             deployment = client.read_deployment_by_name("train/mortal")
@@ -300,8 +300,7 @@ def test_a_flow_process_that_is_killed_is_run_again_and_the_training_resumes(cli
             (second,) = (it for it in flow_runs_of(client, "train/mortal") if it.id != first.id)
             wait_until(partial(has_ended, client, second), "the end")
         finally:
-            for process in (*psutil.Process(server.pid).children(recursive=True), server):
-                process.kill()
+            kill_tree(server.pid)
     assert client.read_flow_run(first.id).state.is_crashed()
     assert client.read_flow_run(second.id).state.is_completed()
     (run,) = (tmp_path / "store").iterdir()

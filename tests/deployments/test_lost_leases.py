@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from forked_programs import Popen
@@ -18,6 +17,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.deployments import create_work_pool, deploy, make_deployment, resume_crashed, serve
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
+from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DEPLOYMENTS = yaml.safe_load((Path(__file__).parents[2] / "prefect.yaml").read_text())["deployments"]
@@ -50,8 +50,7 @@ def served(prefect_server, tmp_path):
         try:
             yield tmp_path
         finally:
-            for process in (*psutil.Process(server.pid).children(recursive=True), server):
-                process.kill()
+            kill_tree(server.pid)
 
 
 def begin(client, name):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import kubernetes_validate
 import psutil
 from agents import WITHOUT_COMPILER
 from prefect_servers import wait_until
+from process_trees import kill_tree
 from servers import free_port
 
 BIN = Path(sys.executable).parent
@@ -32,23 +32,8 @@ def program(log: Path, *command: str, **variables: str) -> Iterator[psutil.Proce
     try:
         yield started
     finally:
-        kill_family(started)
+        kill_tree(started.pid)
         started.wait(20)
-
-
-def kill_family(first: psutil.Process) -> None:
-    """Kill a process with all its descendants at once, as a machine that vanishes does."""
-    family = []
-    try:
-        first.send_signal(signal.SIGSTOP)  # else it starts more while they are killed
-        family = [first, *first.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in family:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def wait_for_line(log: Path, words: str) -> None:
@@ -263,7 +248,7 @@ class KubernetesServer:
 
     def stop(self) -> None:
         for pod in self.pods:
-            kill_family(pod)
+            kill_tree(pod.pid)
             pod.wait(20)
         self._http.shutdown()
         self._http.server_close()
