@@ -1,8 +1,8 @@
 """The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results.
 
 Imports are lazy: Prefect makes a flow's form from the schemas of all its parameters, which takes a tenth of a second for each
-flow, and a program that trains needs no other. Only what ties Prefect's embedded server to this process is imported at once: a
-flow of the user's own may start that server before it uses one of these.
+flow, and a program that trains needs no other. Only the module that ties Prefect's embedded server to this process is imported
+immediately: a flow of the user's own may start that server before it uses one of these names.
 """
 
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from prefect_torch.tasks.rank.user_code.shadowing import check_is_package as _check_is_package
 
-_check_is_package("prefect")  # before its first import, which would say that it is no package, or run the user's file
+_check_is_package("prefect")  # before the first import of prefect, which would fail less clearly, or run the user's file
 
 from .prefect_api import embedded_server as _embedded_server  # noqa: E402, F401 - its import has an effect
 
@@ -138,5 +138,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the names that are not imported yet, too: an editor completes them."""
+    """Return all names, also those that are not imported yet, so that an editor completes them."""
     return sorted({*globals(), *__all__})

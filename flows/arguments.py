@@ -1,4 +1,4 @@
-"""What a flow's arguments mean: the checkpoint that is named, the GPUs that ranks need, the name of a run without one."""
+"""The meaning of a flow's arguments: the checkpoint that they name, the GPUs that ranks need, the name of an unnamed run."""
 
 import hashlib
 import re
@@ -29,7 +29,7 @@ _calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
 
 
 def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
-    """Return the GPUs that ranks need, which are yet to be taken.
+    """Return the GPUs that ranks need, without taking them yet.
 
     Raises:
         ValueError: If this machine has fewer GPUs than ranks.
@@ -44,7 +44,7 @@ def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
 
 
 def machines_for(scaling: ScalingConfig) -> Machines | None:
-    """Return the machines that ranks need, which are yet to be lent; None if they are on this one."""
+    """Return the machines that ranks need, without requesting them yet; None if ranks run on this machine."""
     if scaling.cluster is None:
         return None
     return Machines(
@@ -62,10 +62,10 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     Args:
         checkpoint: An id in `run`, "run/id", or a path or URL.
         storage: The storage of an id or "run/id". A path or URL in this storage is read with its credentials.
-        run: The run of an id without one.
+        run: The run of an id that is given alone.
 
     Raises:
-        ValueError: If it names no checkpoint.
+        ValueError: If `checkpoint` names none.
 
     """
     if is_id(checkpoint):
@@ -88,7 +88,7 @@ def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> C
     """Return the checkpoint that `resume_from` of `train` means, without a request to the storage.
 
     Raises:
-        ValueError: If it means none.
+        ValueError: If `resume_from` means none.
 
     """
     if isinstance(resume_from, str):
@@ -101,7 +101,7 @@ def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> C
 
 
 def _of_others(named: Checkpoint) -> str:
-    """Return how to use a directory that is no committed checkpoint, such as one of Ray's; empty where it is none."""
+    """Return how to use a directory that is no committed checkpoint, such as one of Ray's; empty if `named` is no directory."""
     if not Path(named.path).is_dir():
         return ""
     return "; of other files, give the directory in the config, and read Checkpoint(directory) in the function"
@@ -125,8 +125,8 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
     """Return a name that all tries of one training share and no other training has.
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
-    subflow is made from the outermost flow run and each call on the way to it, the n-th call of that flow. Costs two requests
-    for each flow above.
+    subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
+    call. Costs two requests for each flow above.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -149,7 +149,7 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
 
 
 def name_of_flow_run() -> str:
-    """Return the name of the current flow run's training or sweep that has none of its own."""
+    """Return a name for the current flow run's training or sweep, for which the user gave none."""
     with get_client(sync_client=True) as client:
         return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
 
@@ -179,7 +179,7 @@ def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
 def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:
     """Return the run name of a flow run without a parent: its name, and random digits of its id.
 
-    Those of a schedule are written many at once, a hundred at first, with ids (UUID version 7) that begin with the time.
+    A schedule creates many flow runs together, a hundred at first, whose ids (UUID version 7) begin with the time.
     """
     begins_with_time = UUID(flow_run_id).version == 7  # noqa: PLR2004 - the version's number
     return _name(flow_run_name, flow_run_id[-8:] if begins_with_time else flow_run_id[:8])

@@ -23,8 +23,8 @@ async def atrain(
 ) -> Result:
     """Train as `train` does, without blocking the event loop: the flow runs in a thread, as a subflow of the caller's flow.
 
-    When the caller is cancelled, the ranks have `FailureConfig.grace_s` for a last checkpoint. The cancellation goes on when
-    they have ended, so none of them outlives the await.
+    When the caller is cancelled, the ranks have `FailureConfig.grace_s` for a last checkpoint. The cancellation continues
+    when they have ended, so none of them outlives the await.
 
     Args:
         train_fn: See `train`, as for all arguments.
@@ -36,7 +36,7 @@ async def atrain(
         resume_from: The initial checkpoint, of another run.
 
     Raises:
-        Exception: What `train` raises.
+        Exception: The exception that `train` raises.
         asyncio.CancelledError: If the caller is cancelled.
 
     """

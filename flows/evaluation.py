@@ -140,24 +140,24 @@ def evaluate(
             other one with those of the machine.
         run: The run's name; None if each checkpoint is given with its run.
         checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
-        config: The function's argument, if it takes one; the others by name of one that takes the checkpoint.
+        config: The function's argument, if it takes one; for a function that takes the checkpoint, its other arguments by name.
         scaling: The number of ranks and their devices. One rank without a GPU if None.
         name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
         watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended.
         poll_s: How often to look for new checkpoints, in seconds.
         working_dir: A directory whose copy comes along to all machines, as `RunConfig.working_dir`; the flow's own if None.
         log_ranks: Whose lines go to Prefect's log; the last lines of a rank that fails do in any case.
-        log_level: The lowest level of the lines that go to Prefect's log; all lines if None. Where some do not go there, all
-            are stored beside the run, for `prefect-torch logs --evaluation`.
+        log_level: The lowest level of the lines that go to Prefect's log; all lines if None. If some do not go there, all are
+            stored beside the run, for `prefect-torch logs --evaluation`.
 
     Raises:
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
             RankFailedError of a process that died.
         ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
         FileNotFoundError: If there is no such run.
-        GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
-        NotEnoughMachinesError: If the cluster has room for too few ranks.
-        StorageNotSeenError: If a rank's machine sees another storage than this process, such as a directory of its own.
+        GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
+        NotEnoughMachinesError: If too few ranks fit on the cluster.
+        StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory.
 
     """
     shorten_logs()
@@ -178,7 +178,7 @@ def _pause(seconds: float, termination: Termination) -> None:
     """Wait, unless the flow run is terminated meanwhile.
 
     Raises:
-        BaseException: What terminates it.
+        BaseException: The exception that terminates the flow run.
 
     """
     until_s = time.monotonic() + seconds
@@ -208,7 +208,7 @@ def _choose(
 def _new_checkpoints(store: CheckpointStore, name: str, pause: Callable[[], None] | None) -> Iterator[CheckpointRef]:
     seen: set[str] = set()
     while True:
-        may_come = pause is not None and is_being_trained(store)  # asked first, so that the last checkpoints are found below
+        may_come = pause is not None and is_being_trained(store)  # checked first, so that the last checkpoints are found below
         with library_logs_in_run():
             new = _unevaluated(store, name, seen)
         yield from new

@@ -1,4 +1,4 @@
-"""Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, goes on later."""
+"""Leaving the machine on request: a flow run that is suspended, or gives way to a more urgent one, continues later."""
 
 import atexit
 import signal
@@ -41,9 +41,9 @@ _UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 
 @contextmanager
 def spared_from_suspension() -> Iterator[Callable[[], State | None]]:
-    """Let Prefect raise nothing in the body once the flow run is suspended; yield what returns that state, or None.
+    """Keep Prefect from raising Pause in the body; yield a function that returns the state of a suspended flow run, else None.
 
-    Prefect raises Pause in every thread of a suspended flow run that submits, begins or ends a task: a leader would leave its
+    Prefect raises it in every thread of a suspended flow run that submits, begins or ends a task: a leader would leave its
     ranks without their grace, and without a record of the attempt.
     """
     context = FlowRunContext.get()
@@ -57,14 +57,15 @@ def spared_from_suspension() -> Iterator[Callable[[], State | None]]:
 
 @contextmanager
 def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterator[None]:
-    """Let the flow run of the body be suspended, and give way if that is wanted; costs a request every five seconds.
+    """Let the flow run of the body be suspended, and give way to a more urgent one; costs a request every five seconds.
 
-    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. The latter
-    leaves when the flow run above it is suspended. Each ends when it, or one above it, is cancelled: see `cancellable`.
+    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. A flow run
+    below another leaves when that one is suspended. Every flow run ends when it, or one above it, is cancelled: see
+    `cancellable`.
 
     Args:
         termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
-        yields_to_urgent: Whether the flow run leaves its work pool to a waiting one of a more urgent work queue.
+        yields_to_urgent: Whether the flow run gives way to one that waits in a more urgent work queue of its work pool.
 
     Raises:
         Pause: If it was interrupted, once the body has ended.
@@ -96,7 +97,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 def cancellable(termination: Termination) -> Iterator[None]:
     """Terminate the body half a minute after its flow run, or one above it, was cancelled; costs a request every five seconds.
 
-    Whoever runs the process ends it before that, if it is there: a worker may be gone, and nobody runs a flow that is called.
+    A worker or a runner ends the process before that. But a worker may be gone, and a flow that is called directly has none.
     """
     cancellation = _Cancellation(current_flow_run())
     with cancellation.is_recorded(termination), _watched(cancellation.find, termination):
@@ -118,7 +119,7 @@ class _Cancellation:
         self._cause = CancelledInPrefect()
 
     def find(self) -> CancelledInPrefect | None:
-        """Return what terminates the flow run if one of them is cancelled, else None; one request."""
+        """Return the exception that terminates the flow run if it, or one above it, is cancelled, else None; one request."""
         with get_client(sync_client=True) as client:
             self._ids = self._ids or _with_those_above(client, self._this)
             found = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=self._ids)))
@@ -127,7 +128,7 @@ class _Cancellation:
 
     @contextmanager
     def is_recorded(self, termination: Termination) -> Iterator[None]:
-        """Let those that were cancelled be Cancelled in the end, if it is the cancellation that terminates the body."""
+        """Set the cancelled flow runs to Cancelled at the end of the process, if the cancellation terminates the body."""
         try:
             yield
         finally:
@@ -146,14 +147,14 @@ def _with_those_above(client: SyncPrefectClient, this: FlowRun) -> list[UUID]:
 
 
 def _record_cancelled(flow_run_id: UUID) -> None:
-    """Set a flow run that was cancelled to Cancelled at the end of its process, lest an automation runs it again.
+    """Set a flow run that was cancelled to Cancelled at the end of its process, so that no automation runs it again.
 
     Prefect's engine ends it as Crashed, or as Failed where it waits for the task of a training.
     """
     with suppress(PrefectException, httpx.HTTPError), without_retries(), get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
         if state is not None and not (state.is_cancelled() or state.is_completed()):
-            message = "Cancelled. Nobody ended its process, so what it trained ended by itself."
+            message = "Cancelled. Nobody ended its process, so its work ended by itself."
             client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
 
 
@@ -171,10 +172,10 @@ def _watched(find: Callable[[], BaseException | None], termination: Termination)
 
 
 def _watch(find: Callable[[], BaseException | None], termination: Termination, has_ended: threading.Event) -> None:
-    """Request what is found; a cancellation only after a while, since whoever runs the process ends it, if it is there."""
+    """Request the termination that `find` returns; a cancellation only after a while, since a worker or a runner is faster."""
     found_s: float | None = None
-    while not has_ended.wait(_POLL_S) and termination.cause is None:  # between two attempts, too, when nothing is led
-        with suppress(httpx.HTTPError, PrefectException):  # looked for again
+    while not has_ended.wait(_POLL_S) and termination.cause is None:  # also between two attempts, when none is led
+        with suppress(httpx.HTTPError, PrefectException):  # the next poll tries again
             found, now_s = find(), time.monotonic()
             if found is None:
                 found_s = None
@@ -203,7 +204,7 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
 
 
 def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
-    """Return a flow run that waits in a more urgent queue of the same work pool, although that queue has room for it.
+    """Return a flow run that waits in a more urgent queue of the same work pool, although that queue's own limit admits it.
 
     One that was late before this one began was passed over by the workers, and would not begin if this one left.
     """
@@ -239,7 +240,7 @@ def _has_room(client: SyncPrefectClient, queue: WorkQueue) -> bool:
 
 
 def _leave(client: SyncPrefectClient, this: FlowRun, why: Interruption) -> State | None:
-    """Return the state in which the flow run waits to go on; one that gives way is scheduled behind the more urgent one."""
+    """Return the state in which the flow run waits to continue; one that gives way is scheduled behind the more urgent one."""
     if why.yields:
         return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
     return client.read_flow_run(this.id).state

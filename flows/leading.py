@@ -1,4 +1,4 @@
-"""The body of a flow that leads a training: its attempts, what observes them, and the end of a terminated flow run."""
+"""The body of a flow that leads a training: its attempts, their observers, and the end of a terminated flow run."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,7 +40,7 @@ def _record_termination(outcome: Outcome | None) -> None:
         _outcomes[outcome.flow_run_id] = outcome
 
 
-def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - by name
+def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001 - passed by name
     """Give the state of a flow run that crashed, or that its timeout ended, the message that `_record_termination` recorded.
 
     A cancellation that does not come through Prefect's API, such as a stopped container's, becomes Cancelled here, so that no
@@ -62,7 +62,7 @@ def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[A
 def state_if_continued(run: Run) -> State[Any] | None:
     """Return the state of the current flow run if another process of it leads `run` now; None otherwise, or if that is unknown.
 
-    Such a process begins where this one was believed dead: its flow run was set to Crashed, say, and run again.
+    Another process starts if this one was believed dead: for example, the flow run was set to Crashed and run again.
     """
     this = Owner.current(flow_run.id)
     with suppress(CheckpointError, OSError, httpx.HTTPError, ObjectNotFound):
@@ -87,11 +87,11 @@ def lead_training(
 
     Raises:
         Exception: The last failure.
-        Pause: If another process of this flow run has overtaken this one; then its state is for that one to set.
+        Pause: If another process of this flow run has overtaken this one, and is now the one that sets its state.
 
     """
     if machines is None:
-        prepare_ranks(job.scaling.most_workers)  # while Prefect's API and the storage answer
+        prepare_ranks(job.scaling.most_workers)  # in parallel with requests to Prefect's API and the storage
     restarts = Restarts(job.failure, flow_run.id, is_rerun=flow_run.run_count > 1)
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
@@ -120,7 +120,7 @@ def lead_training(
             get_run_logger().warning("another process of this flow run leads the training now, and sets its state")
             raise Pause(state=state) from None
         except TERMINATIONS:
-            if not isinstance(termination.cause, Interruption):  # that is no end, and has no hook
+            if not isinstance(termination.cause, Interruption):  # an interruption is no end, and has no hook
                 _record_termination(termination.outcome)
             raise
         finally:

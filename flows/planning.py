@@ -67,7 +67,7 @@ class TrainingPlan:
 
     @property
     def would_begin(self) -> bool:
-        """Whether nothing was found for which the training would fail."""
+        """Whether nothing was found that would make the training fail."""
         return all(line.status != "wrong" for line in self.lines)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ def _open(ref: CheckpointRef) -> Checkpoint:
 
 
 def _found(subject: str, check: _Check) -> list[PlanLine]:
-    """Return what a check finds; its error is what the training would fail for."""
+    """Return the lines of a check; its error becomes a line that says why the training would fail."""
     lines: list[PlanLine] = []
     try:
         lines.extend(check())
@@ -149,7 +149,7 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
     ranks = show_count(scaling.most_workers, "rank")
     if scaling.cluster is not None:
         named = scaling.cluster if isinstance(scaling.cluster, str) else type(scaling.cluster).__name__
-        yield PlanLine("machines", "ok", f"{ranks} on machines of {named}, which was not asked")
+        yield PlanLine("machines", "ok", f"{ranks} on machines of {named}, which was not contacted")
         return
     if not scaling.use_gpu:
         yield PlanLine("gpus", "ok", f"{ranks} without a GPU")
@@ -176,12 +176,12 @@ def _check_grace(scaling: ScalingConfig, failure: FailureConfig) -> Iterator[Pla
 
 
 def compare_grace(failure: FailureConfig, given_s: float, what: str, remedy: str) -> PlanLine:
-    """Return whether ranks have their grace before the platform kills them.
+    """Return a line on whether ranks have their grace before the platform kills them.
 
     Args:
         failure: The grace.
         given_s: When the platform kills `what`, in seconds after its request to end.
-        what: What is killed.
+        what: The pod or flow run that is killed, as the sentence names it.
         remedy: Another remedy than a shorter grace.
 
     """
@@ -234,7 +234,7 @@ def _look_at_named(
 
 
 def _verified(initial: Checkpoint | None, run: RunConfig) -> str | None:
-    """Return the path or URL of the initial checkpoint, whose files have their sizes."""
+    """Verify the initial checkpoint by the sizes of its files, and return its path or URL; None without one."""
     if initial is None:
         return None
     assert initial.store is not None

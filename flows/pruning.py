@@ -45,13 +45,13 @@ def prune(
 ) -> dict[str, list[str]]:
     """Delete the checkpoints that no policy keeps, and uncommitted files; return the ids of the deleted checkpoints by run.
 
-    A run's latest checkpoint and its pinned ones are always kept. While the run is trained, so is the restored checkpoint, and
-    until it has completed those whose reports are not in the history yet: the flow may run during trainings. A
-    failed deletion fails the task of its run; the other runs are pruned nevertheless.
+    A run's latest checkpoint and its pinned ones are always kept. While the run is trained, its restored checkpoint is kept
+    too, and until the run has completed, so are checkpoints whose reports are not in the history yet: the flow may run during
+    trainings. A failed deletion fails the task of its run; the other runs are pruned nevertheless.
 
     Args:
         storage: The location of the runs.
-        runs: The names of the runs to prune; all if None, but no trial of a sweep, which is pruned by its name.
+        runs: The names of the runs to prune; all if None, except the trials of sweeps, which are pruned only by name.
         checkpoint: Which checkpoints are kept; each run's own policy if None.
         dry_run: Only log what would be deleted.
 
@@ -66,7 +66,7 @@ def prune(
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
     policies, refused = _read_policies(spec, names, must_exist=runs is not None)
-    pruned = {  # all that are named exist before the first is pruned
+    pruned = {  # every named run was found before the first is pruned
         run: prune_checkpoints.submit(spec, run, own if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
         for run, own in policies.items()
     }

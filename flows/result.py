@@ -38,17 +38,18 @@ class Result:
     Attributes:
         metrics: Rank 0's last report, and the newest value of each metric logged since; empty without reports.
         checkpoint: The latest checkpoint; None without checkpoints.
-        best_checkpoints: The checkpoints in storage with their metrics, best first; those too that are kept for another reason,
-            such as the latest.
+        best_checkpoints: The checkpoints in storage with their metrics, best first, including those that are kept for another
+            reason, such as the latest.
         history: Every report of rank 0, in order.
         path: The run's local path or URL.
         attempts: The number of the run's attempts.
-        error: The error that ended the newest attempt; None if it completed, runs, or was killed before it was recorded.
+        error: The error that ended the newest attempt; None if it completed, runs, or was killed before an error was
+            recorded.
         errors: Each failed rank's error, by rank.
         completed: Whether the newest attempt completed.
         resumed_from: The path or URL of the checkpoint that the newest attempt resumed from; None for a fresh start.
-        return_value: The return value of rank 0's function; from storage, what JSON of up to 1 MiB can hold of it, without the
-            largest items of a dict that is larger.
+        return_value: The return value of rank 0's function; from storage, as far as JSON of up to 1 MiB can hold it; a larger
+            dict is read without its largest items.
 
     """
 
@@ -90,12 +91,12 @@ class Result:
             ]
         )
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute
+    if not TYPE_CHECKING:  # else a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, for an attribute of Ray's with what to write."""
+            """Raise AttributeError; for an attribute of Ray's, its message has the replacement."""
             if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+                return object.__getattribute__(self, name)  # raises the error of a property that raised AttributeError itself
             hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -119,7 +120,7 @@ class Result:
             mode: Whether a high ("max") or a low ("min") value is good.
 
         Raises:
-            ValueError: If none of them has that metric as a number, or `mode` is neither.
+            ValueError: If no checkpoint has that metric as a number, or `mode` is neither "max" nor "min".
 
         """
         checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}

@@ -101,9 +101,9 @@ def train(
 ) -> Result:
     """Train on several ranks; after a failure, restart all of them from the latest checkpoint.
 
-    Each rank is a process of its own and a Prefect task run (of more than 64, those of one machine share one); `report` and
-    `get_checkpoint` of `prefect_torch.ckpt` work inside the function. A killed training continues when it is started again
-    with the same run name. The result can be read from storage at any time, also after a failure:
+    Each rank is a process of its own and a Prefect task run (if there are more than 64, those of one machine share a task run);
+    `report` and `get_checkpoint` of `prefect_torch.ckpt` work inside the function. A killed training continues when it is
+    started again with the same run name. The result can be read from storage at any time, also after a failure:
     `Result.from_storage(storage, run)`.
 
     Args:
@@ -123,9 +123,9 @@ def train(
         ValueError: If an argument is invalid; nothing was started.
         RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.
-        GpusBusyError: If others use the GPUs that the ranks need, longer than `wait_for_gpus_s`.
-        NotEnoughMachinesError: If the cluster has room for too few ranks.
-        StorageNotSeenError: If a rank's machine sees another storage than this process, such as a directory of its own.
+        GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
+        NotEnoughMachinesError: If too few ranks fit on the cluster.
+        StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory.
         RestartsUsedUpError: If this flow run was started again though it had used up a budget of `failure`.
 
     """
@@ -151,7 +151,7 @@ def train(
                     [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
                 )
         finally:
-            # Else the process may be killed soon, and the next end refreshes the page.
+            # A terminated process may be killed soon; then the end of the next training refreshes the page.
             if location.has_begun and termination.cause is None:
                 refresh_runs_page(job.storage)
         result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
@@ -160,7 +160,7 @@ def train(
 
 
 def _introduce(job: TrainJob) -> None:
-    """Show in Prefect which training this flow run is of; one request."""
+    """Show in Prefect which training this flow run belongs to; one request."""
     this = current_flow_run()
     restart = Restart.of(this)
     if restart is not None:

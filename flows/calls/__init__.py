@@ -1,1 +1,1 @@
-"""What a call of a flow of this package adds to one of Prefect's: refusals, short errors and logs, clusters by task runners."""
+"""Additions of this package to the call of a Prefect flow: refusals, short errors and logs, clusters by task runners."""

@@ -1,4 +1,4 @@
-"""Refuses `await train(...)` before the training, which the interpreter itself would refuse after it."""
+"""Refuses `await train(...)` before the training; the interpreter itself would refuse it only afterwards."""
 
 import dis
 import inspect
@@ -8,9 +8,9 @@ _ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def check_not_awaited(caller: FrameType, name: str) -> None:
-    """Raise TypeError if `caller` awaits what its present call of the flow `name` will return.
+    """Raise TypeError if `caller` awaits the return value of its current call of the flow `name`.
 
-    It is in the caller's bytecode only: a blocking call in an event loop is allowed, and returns the same.
+    Only the caller's bytecode shows that: a blocking call in an event loop is allowed, and returns the same.
     """
     if not caller.f_code.co_flags & _ASYNC:
         return

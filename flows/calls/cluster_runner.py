@@ -12,7 +12,8 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster
 class ClusterThreads(ThreadPoolTaskRunner[Any]):
     """Threads for the task runs of ranks, whose processes are on the machines of a cluster.
 
-    Prefect's task runners for Ray and Dask would run the task runs there: without a gang, and a lost one stays Running.
+    Prefect's task runners for Ray and Dask would run the task runs on the cluster: without a gang, and a lost task
+    run would stay Running.
 
     Args:
         cluster: The cluster.

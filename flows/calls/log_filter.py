@@ -21,14 +21,14 @@ _kinds = {name: name for name in ("train", "sweep", "evaluate", "prune")}  # by 
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
 is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
 _VALIDATION = "Parameter validation failed for flow "
-# What is no event for the person who looks at a training; Prefect itself logs all states but Completed as errors.
+# States that are no news for a reader of a training's log; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Completed", logging.DEBUG),
     ("train_node", "Completed", logging.DEBUG),
     ("train_rank", "Cancelled", logging.DEBUG),  # the consequence of what the attempt's record says
     ("train_node", "Cancelled", logging.DEBUG),
     ("train_workers", "Crashed", logging.INFO),
-    ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and what came of it
+    ("train_workers", "Completed", logging.DEBUG),  # the flow run says the same, and the result
     ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
@@ -38,13 +38,13 @@ _LOST = "Prefect's API does not know this flow run any more: it was deleted, or 
 
 
 class FlowLogFilter(logging.Filter):
-    """Shortens, drops, or gives another level to, what Prefect logs of this package's flows; other records stay as they are.
+    """Shortens, drops or changes the level of Prefect's log records of this package's flows; other records stay as they are.
 
-    The log of the failed rank has its traceback, so it is not repeated. Of any other exception the frames of the user remain.
+    The log of the failed rank has its traceback, so it is not repeated. Any other exception keeps the user's frames.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is of use, and shorten it."""
+        """Shorten the record, and return whether to keep it."""
         if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
             record.exc_info = None
             record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)
@@ -67,9 +67,9 @@ class FlowLogFilter(logging.Filter):
 
 
 def _is_raised_to_caller(record: logging.LogRecord) -> bool:
-    """Return whether an exception, or the log of a terminated training, tells the flow's caller what the record has.
+    """Return whether an exception, or the log of a terminated training, repeats the record to the flow's caller.
 
-    It has the state of a failed flow, of arguments that were refused, or of the attempts of a training that was terminated.
+    Such a record has the state of a failed flow, of refused arguments, or of the attempts of a terminated training.
     """
     text = str(record.msg)
     if is_called.get() and text.startswith(_ABORTED):
@@ -86,7 +86,7 @@ _HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_raised_to_caller)
 def shorten_logs() -> None:
     """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process.
 
-    No flow ends because nobody reads its lines any longer.
+    From then on, no flow ends because nobody reads its log lines any longer.
     """
     for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_FILTER)  # adding it again has no effect
@@ -106,22 +106,22 @@ def _is_repetition(record: logging.LogRecord) -> bool:
     if text.startswith(_VALIDATION) and any(text.startswith(f"{_VALIDATION}{name!r}") for name in _kinds):
         return True  # the engine's record says it without all parameters
     if is_called.get() and record.getMessage().startswith(_INVALID):
-        return True  # the record of the state, and the exception
+        return True  # the record of the state and the exception say it
     if text.startswith(_RAISED) and _is_of_flow(record):
-        # The record of the state has it. An error that has not passed this package is of a user's flow of the same name.
+        # The record of the state has the error. One that has not passed this package is of a user's flow of the same name.
         return not record.exc_text and not record.exc_info
-    # It counts retries up to a million; the training logs its own budget.
+    # Prefect's record counts retries up to a million; the training logs its own budget.
     return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
 
 
 def _level_of(record: logging.LogRecord) -> int | None:
-    """Return the level of a record about a state that says more, or less, than Prefect supposes; None for others."""
+    """Return the level of a record about a state that matters more, or less, than Prefect supposes; None for others."""
     text, task = str(record.msg), getattr(record, "task_name", None)
     if _kind_of(record) == "train":
         if task is None and text.startswith(_LOGGED_WITH_LOCATION):
             return logging.DEBUG
         if task == "train_rank" and text.startswith(_FAILED):
-            return logging.DEBUG  # the attempt's record has its message, and that of a failure which it caused is no news
+            return logging.DEBUG  # the attempt's record has its message, and failures that follow from it are no news
     for name, state, level in _LEVELS:
         if task == name and text.startswith(f"Finished in state {state}"):
             return level
@@ -139,7 +139,7 @@ def _is_of_lost_flow_run(record: logging.LogRecord) -> bool:
 
 
 def _error_of_state(record: logging.LogRecord) -> BaseException | None:
-    """Return why the final state could not be recorded, as where Prefect's key has expired or its API stayed away, or None."""
+    """Return why the final state could not be recorded, such as an expired API key or an API that stayed away, or None."""
     error = record.exc_info[1] if record.exc_info else None
     return error if error is not None and is_of_state(error) and _is_of_flow(record) else None
 
@@ -161,7 +161,7 @@ def _is_of_termination(record: logging.LogRecord) -> bool:
     """
     text = str(record.msg)
     if f"hook '{_HOOK}'" in text.replace("Hook", "hook"):
-        return True  # whatever flow the record names: that of invalid parameters names none
+        return True  # whatever flow the record names: with invalid parameters, it names none
     return _kind_of(record) == "train" and text.startswith("Crash detected! Execution was ")
 
 

@@ -1,4 +1,4 @@
-"""Flows whose failures fit on a screen: what a call raises, without frames that say nothing to a user."""
+"""Flows whose failures fit on a screen: their exceptions have no frames that say nothing to a user."""
 
 import asyncio
 import inspect
@@ -62,7 +62,7 @@ class ShortTracebackFlow(Flow[P, R]):
                 shorten(whole)
                 show_short(whole)
                 raise whole from whole.__cause__
-            except (KeyboardInterrupt, asyncio.CancelledError) as exc:  # the latter of a timeout, say, of the caller's task
+            except (KeyboardInterrupt, asyncio.CancelledError) as exc:  # the latter at a timeout of the caller's task, say
                 shorten(exc)
                 show_short(exc)
                 raise exc from None
@@ -80,7 +80,7 @@ class ShortTracebackFlow(Flow[P, R]):
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster.
 
-            Hooks that are given run beside this package's own, which says what is safe and which end is a cancellation.
+            Given hooks run in addition to this package's own, which says what is safe and which end is a cancellation.
             """
             made = short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options))))
             add_name(made.name, self.name)
@@ -106,12 +106,12 @@ def large_parameters_explained() -> Iterator[None]:
     """Replace the error about parameters that are too large, or nested too deeply, for Prefect by one sentence.
 
     Raises:
-        ValueError: With both sizes, if it is that, and what to do.
+        ValueError: In place of such an error, with both sizes if it has them, and what to do.
 
     """
     try:
         yield
-    except (PrefectHTTPStatusError, RuntimeError) as exc:  # RuntimeError: of a deployment
+    except (PrefectHTTPStatusError, RuntimeError) as exc:  # RuntimeError: raised for a deployment
         sizes = _TOO_LARGE.search(str(exc))
         if sizes is None:
             raise
@@ -130,10 +130,10 @@ def large_parameters_explained() -> Iterator[None]:
 
 @contextmanager
 def _outside_transactions() -> Iterator[None]:
-    """Keep the transactions of the caller from what fails in the body and is tried again, or left out.
+    """Run the body outside of the caller's transactions, so that failures that are retried or skipped do not roll them back.
 
-    The task of each attempt that fails would roll them back: their hooks would run beside the attempt that follows, and
-    nothing would be committed in the end. An exception that leaves the body rolls them back, as it leaves theirs.
+    Otherwise, the task of each failed attempt would roll them back: their hooks would run beside the next attempt, and nothing
+    would be committed in the end. An exception that leaves the body still rolls them back, when it leaves the transactions.
     """
     current: Any = BaseTransaction.__var__
     token = current.set(None)

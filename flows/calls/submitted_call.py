@@ -1,4 +1,4 @@
-"""The end of trainings that tasks in threads call, when the flow that submitted the tasks is interrupted."""
+"""Ends the trainings that tasks in threads call when the flow that submitted the tasks is interrupted."""
 
 import asyncio
 import sys
@@ -14,10 +14,10 @@ from prefect_torch.tasks.gang.termination import TERMINATIONS, TerminationSwitch
 
 @contextmanager
 def terminated_with_caller() -> Iterator[None]:
-    """Terminate the training of the body when the flow is interrupted that has submitted the task which calls it.
+    """Terminate the training of the body when the flow that submitted the calling task is interrupted.
 
     Ctrl-C and SIGTERM reach the main thread alone. There they end the flow, which then waits for its tasks in threads: a
-    training would go on to its end, or to the SIGKILL that follows, without a last checkpoint.
+    training would continue to its end, or to the SIGKILL that follows, without a last checkpoint.
     """
     task, above = TaskRunContext.get(), FlowRunContext.get()
     runner = None if task is None or above is None else above.task_runner
@@ -35,7 +35,7 @@ def terminated_with_caller() -> Iterator[None]:
 
 
 def _switches_of(runner: ThreadPoolTaskRunner[Any]) -> list[TerminationSwitch]:
-    """Return what the end of the runner by an interruption uses; another end does not, since a flow need not wait for tasks."""
+    """Return the switches that an interruption of the runner sets; no other end does, since a flow need not wait for tasks."""
     if not isinstance(runner.cancel_all, partial):  # which Prefect calls when the flow's body has ended, before it waits
         runner.cancel_all = partial(_cancel_all, runner.cancel_all, [])  # type: ignore[method-assign]
     assert isinstance(runner.cancel_all, partial)

@@ -1,4 +1,4 @@
-"""What the error of an argument that a flow does not take says: what to write instead, and what the flow takes."""
+"""The error of an argument that a flow does not take: what to write instead, and which arguments the flow takes."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ _RENAMED = {  # arguments of Ray's trainers and of its Tuner
     "param_space": "space",
     "resume_from_checkpoint": "resume_from",
 }
-_INSTEAD_OF = {  # those that are no argument here, of Ray's tune.run, too
+_INSTEAD_OF = {  # arguments without a counterpart here, also of Ray's tune.run
     "torch_config": "give scaling=ScalingConfig(backend=..., timeout_s=...)",
     **dict.fromkeys(("datasets", "dataset_config"), "load the data in the training function"),
     "validation_config": "call evaluate(eval_fn, ..., watch=True), a flow of its own",

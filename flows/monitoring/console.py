@@ -21,15 +21,15 @@ _REFRESHES_PER_S = 2.0
 def console_progress(run: str) -> tuple["ConsoleProgress", ...]:
     """Return the observer that shows the progress of `run` at this terminal; none without an interactive terminal.
 
-    There is none in a deployment's flow run, and none if Prefect's log lines do not go through its own console, which is shared
-    so that they scroll by above the bar.
+    Nor is there an observer in a deployment's flow run, or if Prefect's log lines do not go through its own console, which is
+    shared so that they scroll by above the bar.
     """
     console = interactive_console()
     return () if console is None else (ConsoleProgress(run, console),)
 
 
 def interactive_console() -> Console | None:
-    """Return the console of Prefect's log lines; None unless it is an interactive terminal, or in a deployment's flow run."""
+    """Return the console of Prefect's log lines; None if it is no interactive terminal, or in a deployment's flow run."""
     console = _console_of_log_lines()
     if console is None or not console.is_interactive or not console.file.isatty() or deployment.id is not None:
         return None

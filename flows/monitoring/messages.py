@@ -1,4 +1,4 @@
-"""What Prefect's list of runs and the terminal say of a training: its name, the location of its checkpoints."""
+"""Texts about a training in Prefect's list of runs and at the terminal: its name, the location of its checkpoints."""
 
 import shlex
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ _MEMORY = "memory://"
 
 
 def flow_run_name() -> str:
-    """Return the name of the flow run that begins: with the name of its training in front, if that has one.
+    """Return the name of the flow run that begins: with the name of its training in front, if the user gave one.
 
-    A training without a name gets one from the flow run's, so the flow run keeps that.
+    A training without a name gets one made from the flow run's name, which therefore stays as it is.
     """
     context = FlowRunContext.get()
     assert context is not None, "Prefect asks for the name within the flow run"
@@ -73,7 +73,7 @@ def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
 
 
 class LocationObserver:
-    """Logs what each attempt starts from, and where the checkpoints are: with the first, and at an end without a result.
+    """Logs what each attempt starts from, and where the checkpoints are: at the first start, and at an end without a result.
 
     Warns of an attempt that resumed and completed without a report, since its result is that of the training before.
 

@@ -35,7 +35,7 @@ class NotebookProgress:
     """
 
     def __init__(self, run: str) -> None:
-        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - as above
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]  # noqa: PLC0415 - loaded only in notebooks
 
         self._html = HTML
         self._progress = TrainingProgress(run)
@@ -51,7 +51,7 @@ class NotebookProgress:
 
 
 def progress_html(progress: TrainingProgress) -> str:
-    """Return the progress as HTML, which asks for nothing from other sites."""
+    """Return the progress as HTML, which loads nothing from other sites."""
     return f'<div class="prefect-torch" style="line-height:1.5">{"".join(_lines(progress))}</div>'
 
 

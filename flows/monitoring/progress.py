@@ -24,7 +24,7 @@ _SHOWN_INCIDENTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What became of an attempt or a checkpoint, in one line, and its colour."""
+    """News of an attempt or a checkpoint, in one line, and its colour."""
 
     text: str
     colour: str
@@ -62,7 +62,7 @@ class TrainingProgress:
     Attributes:
         run: The run's name.
         attempt: The number of the newest attempt.
-        incidents: The newest of what became of attempts and checkpoints.
+        incidents: The newest incidents of attempts and checkpoints.
 
     """
 

@@ -17,7 +17,7 @@ RESTART_TAG = "restart"
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """What a flow run restarts.
+    """The restart of a crashed flow run.
 
     Attributes:
         number: How often its training has been restarted.
@@ -32,7 +32,7 @@ class Restart:
 
     @classmethod
     def of(cls, flow_run: FlowRun) -> "Restart | None":
-        """Return what `flow_run` restarts; None unless an automation made it for that."""
+        """Return the restart that `flow_run` is; None unless an automation made it as one."""
         labels = flow_run.labels
         if RESUMES_LABEL not in labels:
             return None
@@ -46,7 +46,7 @@ class Restart:
 
 
 def restarted_before(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, ...]:
-    """Return the flow runs of whose chain `flow_run` is the newest restart, the newest first; costs a request for each."""
+    """Return the earlier flow runs of the chain of restarts that `flow_run` ends, newest first; costs a request for each."""
     found: list[str] = []
     with suppress(ObjectNotFound):  # deleted by somebody: what it restarted is unknown
         while (restart := Restart.of(flow_run)) is not None:

@@ -1,4 +1,4 @@
-"""What a terminal shows of a failure: the sentence and the caller's frames, once."""
+"""The display of a failure at a terminal: the sentence and the caller's frames, once."""
 
 import logging
 import os
@@ -31,12 +31,12 @@ class HiddenAtTerminal(logging.Filter):
 def show_short(error: BaseException) -> None:
     """Show `error`, if nobody catches it, without this package's frames and without the cause, which repeats its message.
 
-    A hook that another has set is left as it is, and gets the exception.
+    A `sys.excepthook` that other code has set is left as it is, and gets the exception.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _print_short
     with suppress(AttributeError):  # a class with __slots__; it is shown as a whole
-        setattr(error, _MARK, True)  # exceptions of Python itself cannot be referred to weakly
+        setattr(error, _MARK, True)  # built-in exceptions do not support weak references
 
 
 def filter_terminals(hidden: HiddenAtTerminal) -> None:
@@ -46,9 +46,9 @@ def filter_terminals(hidden: HiddenAtTerminal) -> None:
 
 
 def outlive_terminals() -> None:
-    """Let lines be lost once nobody reads Prefect's console; rich would end the thread that logs, by SystemExit.
+    """Drop log lines once nobody reads Prefect's console; rich would end the thread that logs, by SystemExit.
 
-    A worker that is killed leaves its flow runs so, and a pipe whose reader is gone.
+    That happens to the flow runs of a killed worker, and with a pipe whose reader is gone.
     """
     for handler in _console_handlers():
         handler.console.on_broken_pipe = partial(_fall_silent, handler.console)  # type: ignore[method-assign] # rich's own hook
@@ -63,7 +63,7 @@ def _console_handlers() -> Iterator[PrefectConsoleHandler]:
 
 def _fall_silent(console: Console) -> None:
     console.quiet = True
-    # What is left in the stream's buffer would fail at the exit. A stream that leads elsewhere may have no descriptor.
+    # Text that is left in the stream's buffer would fail at the exit. A stream that leads elsewhere may have no descriptor.
     with suppress(AttributeError, OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
         os.dup2(nowhere.fileno(), console.file.fileno())
 

@@ -9,7 +9,7 @@ from prefect_torch.ckpt.runs.metrics import MetricValue
 from prefect_torch.ckpt.text import without_login
 
 _SHORT = 160
-_CODE_WIDTH = 64  # what a block of code shows in a window of 1280 pixels, between the UI's two sidebars
+_CODE_WIDTH = 64  # characters of a line that a block of code shows in a window of 1280 pixels, between the UI's two sidebars
 _MARKUP = str.maketrans({character: f"\\{character}" for character in r"\`*_[]<>|~$"})
 _MARKUP_OF_LINKS = str.maketrans({character: f"\\{character}" for character in r"\`[]<|"})
 
@@ -77,7 +77,7 @@ def plain_text(text: str) -> str:
 
 
 def link_text(text: str) -> str:
-    """Return `text` on one line as that of a link, of which the UI shows every backslash but one before a bracket."""
+    """Return `text` on one line for the text of a link, where the UI shows every backslash but one before a bracket."""
     return " ".join(text.split()).translate(_MARKUP_OF_LINKS)
 
 

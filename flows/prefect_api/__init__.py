@@ -1,1 +1,1 @@
-"""Prefect's server, clients, settings and states as flows use them; knows no training."""
+"""Prefect's server, clients, settings and states as flows use them; independent of trainings."""

@@ -1,4 +1,4 @@
-"""Clients of Prefect's API: for threads that show a training, since a flow's is bound to the flow's thread, and the engine."""
+"""Clients of Prefect's API: for threads that show a training, since a flow's client is bound to its thread, and the engine."""
 
 import secrets
 import ssl
@@ -31,9 +31,9 @@ _Context = TypeVar("_Context", AsyncClientContext, SyncClientContext)
 class SubflowClients:
     """The clients with which Prefect's engine runs subflows in this process, open until they are closed.
 
-    Else the engine makes one for the parent task run of each, which takes 40 ms of CPU for the certificates. A request that the
-    server refuses with 503, as it does when another write has SQLite's lock, is repeated after a tenth of a second, thrice,
-    before Prefect's 2 s, 4 s and so on.
+    Otherwise, the engine makes a client for the parent task run of each subflow, which takes 40 ms of CPU for the certificates.
+    A request that the server refuses with 503, as it does when another write has SQLite's lock, is repeated three times after
+    a tenth of a second each, before Prefect's 2 s, 4 s and so on.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class SubflowClients:
     def call(self, flow: Flow[..., Any], name: str, parameters: dict[str, Any], key: str | None = None) -> Any:
         """Call a flow that has no `flow_run_name`, within `used` and a flow's body, and return what it returns.
 
-        A plain call would ask for the id of the flow, for an earlier flow run of the same call, for the name, and for the state
-        Running, one after the other. This flow run is created with its name, and running.
+        A plain call would request the id of the flow, an earlier flow run of the same call, the name, and the state Running,
+        one after the other. This flow run is created with its name, and running.
 
         Args:
             flow: The flow.
             name: The name of the new flow run.
             parameters: Its parameters.
-            key: By which the server recognizes a request that is repeated, since its answer was lost; another one each time if
+            key: The key by which the server recognizes a request that is repeated because its answer was lost; a random one if
                 None.
 
         """
@@ -90,8 +90,9 @@ class SubflowClients:
     def _place(self, flow: Flow[..., Any]) -> "_Place":
         """Return where flow runs of a flow belong below the current one: Prefect relates them by a task run.
 
-        They share it; its state is that of the one whose state was set last. Its key is its own: Prefect would count the
-        subflows of a flow run, and one that is retried would take the results of its earlier subflows for those of others.
+        They share the task run, whose state is that of the flow run whose state was set last. Its key is random: Prefect would
+        number the subflows of a flow run, and a retried flow run would take the results of its earlier subflows for those of
+        others.
         """
         client, above = self._synchronous.client, FlowRunContext.get()
         assert above is not None
@@ -120,7 +121,7 @@ class _Place:
 
 
 class _SubflowEngine(FlowRunEngine[..., Any]):
-    """Prefect's engine for a flow run that is created running; one that it is given, it sends to the server again."""
+    """Prefect's engine for a flow run that is created running; it would send a given flow run to the server again."""
 
     create: Callable[[], FlowRun]
 
@@ -141,7 +142,7 @@ async def _opened() -> AsyncClientContext:
 
 def _context(kind: type[_Context], hook: Callable[[httpx.Response], object]) -> _Context:
     context = kind({**_trust(), "event_hooks": {"response": [hook]}})
-    context._httpx_settings = None  # it is taken by whoever asks for no settings  # noqa: SLF001
+    context._httpx_settings = None  # a caller without settings gets this client  # noqa: SLF001
     return context
 
 
@@ -154,7 +155,7 @@ def _repeat_soon(response: httpx.Response) -> None:
         return
     refusals = response.request.extensions.get(_REFUSALS, 0)
     response.request.extensions[_REFUSALS] = refusals + 1
-    # Prefect itself would count the soon ones, and wait 16 s after them.
+    # Prefect itself would count the early repetitions, and wait 16 s after them.
     wait_s = _SOON_S if refusals < _NUM_SOON else 2 ** (refusals - _NUM_SOON + 1)
     response.headers["Retry-After"] = str(wait_s)
 
@@ -163,7 +164,7 @@ class LazyClient:
     """A client with connections of its own, opened when it is first used: each new one costs two requests.
 
     Args:
-        timeout_s: As of `own_connections`.
+        timeout_s: See `own_connections`.
 
     """
 
@@ -201,5 +202,5 @@ def _trust() -> dict[str, Any]:
 
 @cache
 def _trusted(cert_file: str | None) -> ssl.SSLContext:
-    """Return the context that each client of Prefect makes for itself otherwise, which takes 40 ms of CPU."""
+    """Return the SSL context that each client of Prefect would otherwise make for itself, which takes 40 ms of CPU."""
     return httpx.create_ssl_context() if cert_file is None else ssl.create_default_context(cafile=cert_file)

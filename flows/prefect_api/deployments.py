@@ -15,7 +15,7 @@ def read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> Deploy
         deployment: "flow/deployment", or its id.
 
     Raises:
-        ObjectNotFound: If there is none, naming those that there are.
+        ObjectNotFound: If there is no such deployment; the message names the existing ones.
 
     """
     try:

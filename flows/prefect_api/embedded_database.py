@@ -28,7 +28,7 @@ _POLL_S = 0.2
 def newer_database() -> tuple[str, str] | None:
     """Return that a newer Prefect has used the database in Prefect's home directory, and the advice; None if none has.
 
-    Environments of one user share that directory. What Prefect has no revision of, it cannot migrate.
+    Environments of one user share that directory. Prefect cannot migrate a database from a revision that it does not have.
     """
     database = _shared_database()
     if database is None:
@@ -41,11 +41,11 @@ def newer_database() -> tuple[str, str] | None:
 
 
 def migrated_by_one(start: Callable[[], "subprocess.Popen[Any]"]) -> "subprocess.Popen[Any]":
-    """Return the server that `start` starts, after another one that makes the tables of the same database now.
+    """Return the server that `start` starts, once no other server migrates the same database.
 
     Prefect takes no lock: of several flows that begin at the same time with a new database, or with that of an older Prefect,
-    some find that a "table ... already exists", and never begin. Those that wait do so here, where the time for the server's
-    start does not pass yet. A lock that cannot be had, as on a filesystem without locks, is done without.
+    some find that a "table ... already exists", and never begin. The wait is here, before the timeout of the server's start
+    begins. If the lock cannot be taken, as on a filesystem without locks, the server starts without it.
     """
     database = _shared_database()
     lock = None if database is None else _lock(database)
@@ -68,7 +68,7 @@ def _shared_database() -> Path | None:
 
 
 def _lock(database: Path) -> int | None:
-    """Return a descriptor with the lock on the database's migration; None if nothing is left to be migrated, or no lock is."""
+    """Return a descriptor with the lock on the database's migration; None if nothing is to be migrated, or without a lock."""
     if _is_migrated(database):
         return None
     deadline_s = time.monotonic() + _LONGEST_S

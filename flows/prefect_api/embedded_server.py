@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
 
 # Collects a server's garbage in a thread of its own. A cursor that is collected waits for its connection's thread, which may
-# wait for the lock of a transaction that the main thread leads: if that collects, all stands still for SQLite's timeout, 60 s.
+# wait for the lock of the main thread's transaction: if the main thread collects, all stands still for SQLite's timeout, 60 s.
 COLLECTED_ELSEWHERE = """
 import gc, threading, time
 
@@ -49,8 +49,8 @@ threading.Thread(target=collect_garbage, daemon=True).start()
 
 # Runs a module in the server's process, as "python -m" does, but searches the working directory last: a queue.py there would
 # end the server. The kernel closes the lifeline however the process at its other end died; end-of-file means that no process
-# is left to stop the server. What its services fail at, and try again, is one line at a training's terminal: the first start
-# has a traceback of 90 lines where SQLite refuses the record of its telemetry.
+# is left to stop the server. A failure of its services, which they retry, is one line at a training's terminal: else the first
+# start shows a traceback of 90 lines when SQLite refuses the record of its telemetry.
 _SEARCHES_HERE_LAST = """
 import os, sys
 sys.path[:] = [*filter(None, sys.path), os.getcwd()]
@@ -101,7 +101,7 @@ def tie_embedded_server() -> None:
 
     Prefect stops it at a normal exit only: the server of a killed flow would keep running, with its database locked. A server
     started after this module's import is tied from its first instruction on; a server started before gets a watcher process.
-    A key of Prefect Cloud that it cannot use is warned of.
+    Logs a warning if a key of Prefect Cloud is set but not used.
     """
     if (unused := unused_key()) is not None:
         get_run_logger().warning("%s: %s", *unused)
@@ -188,7 +188,7 @@ def unusable_home() -> tuple[str, str] | None:
 
 
 def unused_key() -> tuple[str, str] | None:
-    """Return what becomes of PREFECT_API_KEY without PREFECT_API_URL, and the advice; None if it is not so."""
+    """Return that PREFECT_API_KEY is not used without PREFECT_API_URL, and the advice; None if that is not the case."""
     api = get_current_settings().api
     if api.key is None or api.url:
         return None
@@ -215,7 +215,7 @@ def _tie_from_the_start(module: ModuleType) -> None:
 def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
     if (why := unusable_home()) is not None:  # else Prefect starts it again and again, with 200 lines of traceback each time
         raise PermissionError(": ".join(why))
-    if (why := newer_database()) is not None:  # same
+    if (why := newer_database()) is not None:  # else Prefect starts it again and again, too
         raise RuntimeError(": ".join(why))
     _reach_without_proxy("127.0.0.1")
     python, _, *module = args  # python -m uvicorn ...
@@ -236,7 +236,7 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
         raise
     finally:
         os.close(lifeline)
-    weakref.finalize(process, os.close, own_end).atexit = False  # Prefect's own end of it comes first
+    weakref.finalize(process, os.close, own_end).atexit = False  # Prefect itself stops the server first
     _tied.add(process)
     return process
 
@@ -267,7 +267,8 @@ def _when_server_is_imported(act: Callable[[ModuleType], None]) -> None:
     """Call `act` with the module of Prefect's embedded server once it is imported, or immediately if it has been.
 
     An import here would cost every process a second, and fail where only a remote API is used and the server's libraries are
-    incompatible. Where an embedded server is needed and they are, the import raises an ImportError that says what to install.
+    incompatible. Where an embedded server is needed and its libraries are incompatible, the import raises an ImportError that
+    says what to install.
     """
     if _SERVER_MODULE in sys.modules:
         act(importlib.import_module(_SERVER_MODULE))  # waits for another thread that imports it

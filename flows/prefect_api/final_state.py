@@ -1,4 +1,4 @@
-"""The completed state of a flow, whose result reaches the caller also where Prefect loses it on the way."""
+"""The completed state of a flow, whose result reaches the caller even if Prefect loses it on the way."""
 
 import logging
 import re
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
 _SET_STATE = re.compile(r"/flow_runs/[^/]+/set_state$")
-# By the flow that is called: for each try, its flow run's id and its result.
+# Of the flow that is called: the flow run's id and the result of each try.
 _returned: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", default=None)
 
 
@@ -37,19 +37,18 @@ def completed(message: str, result: R) -> R:
 
 
 def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a flow, and return its result also where Prefect raises though it has completed.
+    """Call a flow, and return its result even if Prefect raises although the flow has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
-    refuses the second one, and answers with a state that has no data: MissingResult. Where no state can be recorded, the error
-    of that request is raised, and would hide what the flow raised, too: ObjectNotFound of a server whose database was replaced,
-    or from which the flow run was deleted, and an error of HTTP where the API key has expired meanwhile, or the API stays away.
-    Of a flow that has retries and returns a state, Prefect's engine raises the exception of a try before the one that has
-    completed.
+    refuses the second one, and answers with a state that has no data: MissingResult. If no state can be recorded, the error of
+    that request is raised, and would also hide the flow's own exception: ObjectNotFound if the server's database was replaced
+    or the flow run was deleted from it, and an HTTP error if the API key has expired meanwhile or the API stays away. For a
+    flow that has retries and returns a state, Prefect's engine raises the exception of a try before the one that has completed.
 
     Args:
         call: Calls the flow.
         args: Its arguments.
-        kwargs: The same.
+        kwargs: Its keyword arguments.
 
     """
     results: list[tuple[str, Any]] = []
@@ -64,7 +63,7 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
             raise
         flow_run_id, result = cast("tuple[str, R]", results[-1])
         if isinstance(exc, ObjectNotFound):
-            _logger.warning("it has completed, but Prefect's API knows no flow run %s any more to record that", flow_run_id)
+            _logger.warning("it has completed, but Prefect's API does not know flow run %s any more", flow_run_id)
         elif is_unrecorded:
             text = "it has completed, but Prefect's API did not record that of flow run %s: %s"
             _logger.warning(text, flow_run_id, str(exc).partition("\n")[0] or repr(exc))
@@ -74,7 +73,7 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
 
 
 def is_of_state(error: BaseException) -> bool:
-    """Return whether `error` is of HTTP, and came of a request to Prefect's API that sets the state of a flow run."""
+    """Return whether `error` is an HTTP error of a request to Prefect's API that sets the state of a flow run."""
     with suppress(RuntimeError):  # httpx: an error without a request
         if isinstance(error, httpx.HTTPError):
             return _SET_STATE.search(error.request.url.path) is not None
@@ -90,7 +89,7 @@ def _raised_before(lost: Exception) -> Exception | None:
 
 
 def _has_completed(flow_run_id: str) -> bool:
-    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:  # without an answer it has not
+    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:  # no answer counts as no
         state = client.read_flow_run(UUID(flow_run_id)).state
         return state is not None and state.is_completed()
     return False

@@ -28,7 +28,7 @@ from .settings import without_retries
 
 # Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
 _RETRIES = 7
-# Of a server whose database is away, and of a proxy whose server is: Prefect repeats what 408, 429, 502 and 503 answer only.
+# Answers of a server without its database, and of a proxy without its server; Prefect itself repeats after 408, 429, 502, 503.
 _REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
 _LONGEST_S = 600.0
 _POLL_S = 1.0
@@ -48,9 +48,9 @@ def outlast_api_outages() -> Iterator[None]:
 
     Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
     engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
-    dies is started again; there is no wait for one that does not start. Within another such body, such as a trial in that of
-    its sweep, the settings and the server are the outer one's, and nothing is asked after less than a second: the API answered
-    when the inner flow run began, and its final state is proposed with the outer one's retries.
+    dies is started again; there is no wait for one that does not start. Within another such body, such as a trial within
+    its sweep, the settings and the server are the outer one's, and after less than a second the API is not checked: it answered
+    when the inner flow run began, whose final state is proposed with the outer one's retries.
     """
     outer = _keeper.get(None)
     if outer is not None:
@@ -58,7 +58,7 @@ def outlast_api_outages() -> Iterator[None]:
             yield
         return
     with temporary_settings(set_defaults=_defaults()), embedded_server_kept_running() as keeper:
-        # What sends log lines keeps the settings it started with: it ends, and another starts before a thread with others logs.
+        # The log worker keeps its first settings: it ends here, and another starts before a thread with other settings logs.
         APILogWorker.instance().drain()
         APILogWorker.instance()
         token = _keeper.set(keeper)
@@ -72,7 +72,7 @@ def outlast_api_outages() -> Iterator[None]:
 def is_outage(error: BaseException) -> bool:
     """Return whether a request failed because Prefect's API is away, or its database is, so that it may succeed later.
 
-    An embedded server that died too often does not come back.
+    An embedded server that died too often is not restarted.
     """
     keeper = _keeper.get(None)
     return _is_away(error) and (keeper is None or not keeper.has_given_up)
@@ -88,7 +88,7 @@ def _defaults() -> dict[Any, Any]:
     """Return the values of settings that the user has not set."""
     defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: _REPEATED}
     if PREFECT_API_URL.value() is None and not PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value():
-        # The embedded server has no tokens, and each new client would ask it for one.
+        # The embedded server has no tokens, and each new client would request one.
         defaults[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False
     return defaults
 
@@ -130,7 +130,7 @@ def _wait_for_api(keeper: ServerKeeper) -> None:
 
 
 def _outage() -> Exception | None:
-    """Return the error of a request for the flow run, None if the API answers; a server without its database is away too."""
+    """Return the error of a request for the flow run, None if the API answers; a server without its database counts as away."""
     with without_retries(), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))

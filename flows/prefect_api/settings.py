@@ -25,7 +25,7 @@ def settings_with(changes: Mapping[Any, Any]) -> Settings:
 
 @contextmanager
 def using(settings: Settings) -> Iterator[None]:
-    """Let `settings` be Prefect's in the body, in this thread and what copies its context."""
+    """Let `settings` be Prefect's in the body, in this thread and in others that copy its context."""
     with SettingsContext(profile=get_settings_context().profile, settings=settings):
         yield
 
@@ -38,8 +38,8 @@ def without_retries() -> AbstractContextManager[None]:
 def without_empty_url() -> AbstractContextManager[None]:
     """Let a PREFECT_API_URL that is empty, as compose files and CI set it, count as not set in the body.
 
-    Prefect's client starts a server then, but what sends events takes the empty text for an address: the states of task runs
-    are lost, with a traceback each.
+    Prefect's client starts a server then, but the code that sends events takes the empty text for an address: the states of
+    task runs are lost, with a traceback each.
     """
     return using(settings_with({PREFECT_API_URL: None})) if PREFECT_API_URL.value() == "" else nullcontext()
 

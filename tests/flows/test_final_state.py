@@ -37,7 +37,7 @@ def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_
     assert answers_lost == [201] * 4
 
 
-@pytest.mark.parametrize(("status", "said"), [(404, "knows no flow run"), (401, "did not record that of flow run")])
+@pytest.mark.parametrize(("status", "said"), [(404, "does not know flow run"), (401, "did not record that of flow run")])
 def test_a_result_and_an_error_arrive_though_the_api_takes_no_final_state(monkeypatch, caplog, status, said):
     """It has lost the flow run, or the key has expired meanwhile."""
     send = httpx.Client.send

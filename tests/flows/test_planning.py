@@ -151,7 +151,7 @@ def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):
 def test_a_grace_is_compared_with_that_of_the_pods(store):
     pods = ScalingConfig(num_workers=8, use_gpu=True, cluster=KubernetesCluster(termination_grace_s=60))
     found = planned(store, scaling=pods, failure=FailureConfig(grace_s=58))
-    assert line(found, "machines") == ("ok", "8 ranks on machines of KubernetesCluster, which was not asked")
+    assert line(found, "machines") == ("ok", "8 ranks on machines of KubernetesCluster, which was not contacted")
     status, text = line(found, "grace")
     assert status == "warning"
     assert "a pod is killed 60 s after it is cancelled" in text

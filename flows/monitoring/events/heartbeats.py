@@ -13,9 +13,9 @@ HEARTBEAT = "prefect.flow-run.heartbeat"
 
 @contextmanager
 def heartbeats(period_s: float | None) -> Iterator[None]:
-    """Send a heartbeat of the current flow run at once and after every `period_s`, while the body runs; none if that is None.
+    """Send a heartbeat of the current flow run immediately and every `period_s` while the body runs; none if that is None.
 
-    Prefect's engine does the same, and waits at the end of the flow for its thread, which looks once a second.
+    Prefect's engine does the same, but waits at the end of the flow for its heartbeat thread, which polls once a second.
     """
     if period_s is None:
         yield

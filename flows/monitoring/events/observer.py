@@ -74,7 +74,7 @@ class EventObserver:
         elif isinstance(event, AttemptEnded):
             self._attempt_ended(event.outcome)
         else:
-            assert isinstance(event, ReportEvent | RanksStarted)  # in the history, thousands would be a flood; task runs
+            assert isinstance(event, ReportEvent | RanksStarted)  # the history has the many reports; ranks are task runs
 
     def refresh(self, *, final: bool) -> None:
         """Send the remaining events if `final`."""

@@ -21,7 +21,7 @@ PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
 _REQUEST_S = 5.0
-# A key that has expired refuses all, perhaps not for good: that is told once, by their number at the end.
+# With an expired API key all events are refused, perhaps not for good: one warning at the end has their number.
 _OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _OF_ONE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -90,7 +90,7 @@ class EventOutbox:
     def _deliver(self, batch: list[Event]) -> bool:
         """Send `batch` and drop it unless it can be retried; return whether it was dropped.
 
-        If one of them is at fault, halves are sent until it is alone, so that it costs no other event.
+        If one of the events is at fault, halves are sent until it is alone, so that no other event is lost.
         """
         try:
             self._send(batch)
@@ -123,7 +123,7 @@ class _UnencodableError(Exception):
 
 
 def _encoded(events: list[Event]) -> bytes:
-    """Return events as JSON; text with half a character, and NaN in a list, has no form there."""
+    """Return events as JSON, which cannot hold text with half a character, or NaN in a list."""
     try:
         return json.dumps([it.model_dump(mode="json") for it in events], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as exc:

@@ -18,15 +18,16 @@ _TRIAL = "prefect-torch.trial."
 class SweepEvents:
     """Sends the events of a sweep that automations can trigger on; none delays the sweep.
 
-    `prefect-torch.trial.` and `started`, `resumed`, `paused`, `cloned`, `stopped`, `completed` or `failed`, with the resource
-    `prefect-torch.trial.<path or URL of the trial's run>`; and `prefect-torch.sweep.new-best`, with the resource
-    `prefect-torch.sweep.<path or URL of the sweep>`. Labels are `sweep`, `storage`, `trial` (its number) and `run`.
+    Their names are `prefect-torch.trial.` followed by `started`, `resumed`, `paused`, `cloned`, `stopped`, `completed` or
+    `failed`, with the resource `prefect-torch.trial.<path or URL of the trial's run>`; and `prefect-torch.sweep.new-best`, with
+    the resource `prefect-torch.sweep.<path or URL of the sweep>`. Labels are `sweep`, `storage`, `trial` (its number) and
+    `run`.
 
     Args:
         run: The sweep.
         metric: The metric that is optimized, the first of several.
         mode: "min" or "max".
-        known: The trials so far, the best of which is known.
+        known: The trials so far, whose best score a new best one must beat.
 
     """
 
@@ -39,7 +40,7 @@ class SweepEvents:
         self._outbox = EventOutbox()
 
     def observe(self, entry: events.Event, trials: History) -> None:
-        """Send the events of an entry of the journal, after which the trials are those that are given."""
+        """Send the events of an entry of the journal; `trials` are the trials after it."""
         if not isinstance(entry, TrialStarted | TrialResumed | TrialReported | TrialEnded):
             return
         trial = trials[entry.trial]
@@ -88,7 +89,7 @@ class SweepEvents:
 
 
 def _name_of(entry: TrialStarted | TrialResumed | TrialReported | TrialEnded) -> str | None:
-    """Return what an entry says of its trial; None if it only goes on, of which thousands of events would be a flood."""
+    """Return the name of an entry's event; None if its trial only continues, which would be thousands of events."""
     if isinstance(entry, TrialStarted):
         return "started"
     if isinstance(entry, TrialResumed):

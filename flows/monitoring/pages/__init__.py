@@ -1,1 +1,1 @@
-"""What Prefect's UI shows of a run: its summary, its checkpoints, its progress."""
+"""The pages of a run in Prefect's UI: its summary, its checkpoints, its progress."""

@@ -13,7 +13,7 @@ lost            work after the checkpoint that a later attempt resumed from, whi
                 killed and there is no later one, the work after its newest checkpoint.
 away            between two flow runs.
 
-The goodput is the share of training in all of this time but the time away. The work between a damaged checkpoint and the one
+The goodput is the share of training in all of this time except the time away. The work between a damaged checkpoint and the one
 restored instead counts as lost, and so does all work before a fresh start (`resume="never"`). Times are those of the machines'
 clocks.
 """
@@ -51,7 +51,7 @@ class TimeSpent:
 
     @property
     def counted(self) -> float:
-        """The whole time but the time away."""
+        """The whole time except the time away."""
         return sum(self.parts.values())
 
     @property

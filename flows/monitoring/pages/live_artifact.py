@@ -29,11 +29,11 @@ def add_version(
 
     Args:
         client: A client of Prefect's API.
-        flow_run_id: The flow run to which a new one belongs.
+        flow_run_id: The flow run to which a new version belongs.
         key: The key by which the UI finds it.
         page: Its Markdown.
         description: Markdown above it.
-        in_place: Whether the newest one is updated, if there is one: one request more, and no version more.
+        in_place: Whether the newest version is updated, if there is one: costs one more request, and adds no version.
 
     """
     page, description = encodable(page), encodable(description)
@@ -47,7 +47,7 @@ def add_version(
 
 
 class LiveArtifact:
-    """Is created once for a flow run, when there is something to show, and updated from then on.
+    """An artifact that is created once for a flow run, when there is something to show, and updated from then on.
 
     Args:
         key: The key by which the UI finds it.

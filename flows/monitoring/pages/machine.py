@@ -81,7 +81,7 @@ def read_gpus() -> list[GpuSample]:
 
 
 def parse_sample(line: str) -> GpuSample | None:
-    """Return the sample in a line of `nvidia-smi`, with "[N/A]" for what the driver does not know; None for another line."""
+    """Return the sample in a line of `nvidia-smi`, with "[N/A]" for unknown values; None for any other line."""
     fields = [field.strip() for field in line.split(",")]
     if len(fields) != len(_QUERY.split(",")) or not fields[0].isdecimal():
         return None
@@ -111,7 +111,7 @@ class GpuMonitor:
         self._uses: dict[str, GpuUse] = {}
 
     def sample(self) -> None:
-        """Sample the GPUs; costs nothing while ranks have none, else a process of a tenth of a second."""
+        """Sample the GPUs; costs nothing while ranks have no GPU, else a process that runs for a tenth of a second."""
         wanted = {uuid.removeprefix("GPU-") for uuid in self._uuids()}
         if not wanted:
             return

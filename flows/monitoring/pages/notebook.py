@@ -18,11 +18,11 @@ _LEFT = ' style="text-align:left"'  # a notebook's own style centres heads, or m
 
 
 def result_html(path: str, outcome: str, history: Sequence[MetricRecord], best: Sequence[tuple[str, Metrics]]) -> str:
-    """Return a result as HTML with an inline picture; it asks for nothing from other sites.
+    """Return a result as HTML with an inline picture; it loads nothing from other sites.
 
     Args:
         path: The run's path or URL.
-        outcome: One sentence on how it stands.
+        outcome: One sentence on the state of the run.
         history: Every report.
         best: The path and metrics of the kept checkpoints, best first.
 
@@ -52,7 +52,7 @@ def first_step_of_attempts(history: Sequence[MetricRecord]) -> dict[int, int]:
 
 
 def kept_until(first_steps: Mapping[int, int]) -> dict[int, Position]:
-    """Return the position up to which later attempts continued from each attempt: before the first step that one repeats."""
+    """Return the position up to which later attempts continued from each attempt: before the first step that they repeat."""
     found: dict[int, Position] = {}
     before = math.inf
     for attempt in sorted(first_steps, reverse=True):

@@ -29,12 +29,13 @@ _REQUEST_S = 15.0
 
 
 class PageObserver:
-    """Publishes a run's progress, checkpoints and summary as artifacts of the flow run, with a backoff; the last is exact.
+    """Publishes progress, checkpoints and summary of a run as artifacts of its flow run, with a backoff; the last is exact.
 
     The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of the run's location, so
     that in the UI a key's page lists the flow runs of one run. A flow run creates each of them once and updates it:
     at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. One that has run before first
-    looks for those that it has, by 3 requests. There is a progress only if the training reports it (`report(..., progress=)`).
+    looks for the artifacts that it has, by 3 requests. The progress artifact exists only if the training reports its progress
+    (`report(..., progress=)`).
 
     Args:
         job: The training.

@@ -62,7 +62,7 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds until the training is done if it goes on as in its newest attempt; None if that is unknown."""
+        """The seconds until the training is done if it continues at the rate of its newest attempt; None if that is unknown."""
         return None if self._rate is None else self._rate.left_s
 
     def kept(self) -> dict[str, tuple[str, ...]]:
@@ -164,5 +164,5 @@ class RunView:
 
 
 def _newest_claims(attempts: Iterable[Attempt]) -> Iterable[Attempt]:
-    """Return one claim for each number: the others lost to it and were not deleted."""
+    """Return one claim for each number: the other claims lost to it and were not deleted."""
     return {attempt.number: attempt for attempt in attempts}.values()

@@ -57,7 +57,7 @@ class RunRow:
 
 
 def refresh_runs_page(storage: StorageSpec, *, in_place: bool = False) -> None:
-    """Publish the page of `storage` from a flow run, as `publish_runs` does; a failure is logged, and the flow goes on."""
+    """Publish the page of `storage` from a flow run, as `publish_runs` does; a failure is logged, and the flow continues."""
     try:
         with get_client(sync_client=True) as client:
             brief = replace(storage, retry=replace(storage.retry, deadline_s=_LONGEST_S))
@@ -73,8 +73,8 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
         client: A client of Prefect's API.
         storage: The storage.
         flow_run_id: The flow run that refreshes it.
-        in_place: Whether the newest version is updated, if there is one, instead of adding that of this flow run: those of a
-            flow that runs each hour would fill the database of Prefect's server, which by default deletes none of them.
+        in_place: Whether the newest version is updated, if there is one, instead of adding one of this flow run: the versions
+            of a flow that runs each hour would fill the database of Prefect's server, which by default deletes none of them.
 
     Raises:
         StorageError: If the storage does not answer.
@@ -144,7 +144,7 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
     policy = row.status.attempt.policy
     name = policy.checkpoint_score_attribute or next((key for key, _ in numbers_in(history[-1].metrics)), None)
     by_step = {} if name is None else {record.step: value for record, value in finite_values(history, name)}
-    points = sorted(by_step.items())  # what was trained again has replaced what was lost
+    points = sorted(by_step.items())  # a step that was trained again has replaced the lost one
     choose = max if policy.checkpoint_score_order == "max" else min
     best = None
     if points:
@@ -154,7 +154,7 @@ def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], floa
 
 
 def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
-    """Return the row of a sweep: its number of trials, and the best of them; `row` itself if the run is none."""
+    """Return the row of a sweep: its number of trials, and the best of them; `row` itself if the run is no sweep."""
     definition = read_definition(store)
     if definition is None:
         return row

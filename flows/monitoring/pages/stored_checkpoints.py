@@ -14,7 +14,7 @@ MAX_HELD = 2000
 MAX_ROWS = 100
 _MAX_METRICS = 8
 _SHOWN_FIRST = ("best", "pinned", "in use")  # if there are more checkpoints than rows
-_COLUMNS = ("id", "step", "kept because", "size", "age", "committed (UTC)")  # a metric of such a name has a longer one
+_COLUMNS = ("id", "step", "kept because", "size", "age", "committed (UTC)")  # a metric of such a name gets a longer column name
 _NOT_KEPT = "not kept; the next prune deletes it"
 
 

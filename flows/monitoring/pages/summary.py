@@ -101,7 +101,7 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
         error = newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip()
         yield from ("", "```text", *(part for line in error.splitlines() for part in fold_code(line)), "```")
-        # The error of a terminated attempt says it; it is unknown where no rank has started, and of one that was overtaken.
+        # A terminated attempt's error names the safe work, which is unknown if no rank started or the attempt was overtaken.
         if newest.outcome.ending == "failed" and newest.ranks and FencedError.__name__ not in error:
             yield from ("", _safe_work(run, view))
 

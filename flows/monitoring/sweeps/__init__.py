@@ -1,1 +1,1 @@
-"""What Prefect's UI and a terminal show of a sweep: its trials, their curves, its parameters."""
+"""The display of a sweep in Prefect's UI and at a terminal: its trials, their curves, its parameters."""

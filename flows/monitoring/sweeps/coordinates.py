@@ -36,7 +36,7 @@ class Scale:
         name: The parameter, or the metric.
         positions: How far up the axis each value lies, by its text.
         ticks: The positions and texts beside it.
-        note: What is said of it below the name.
+        note: A word below the name.
 
     """
 
@@ -117,7 +117,7 @@ def _scale(name: str, values: Sequence[Value]) -> Scale:
 
 
 def _legible(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Return the ends, and of the ticks between them those whose texts lie upon no other."""
+    """Return the first and the last tick, and those between them whose texts do not overlap another."""
     kept: list[tuple[float, str]] = []
     for tick in (ticks[0], ticks[-1], *ticks[1:-1]):
         if all(abs(_y(tick[0]) - _y(other)) >= _LABEL_HEIGHT for other, _ in kept):

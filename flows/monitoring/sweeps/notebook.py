@@ -14,12 +14,12 @@ _MAX_TRIALS, _MAX_PARAMETERS = 10, 6
 
 
 def sweep_html(path: str, metric: str, mode: str, trials: Sequence[SeenTrial]) -> str:
-    """Return the result of a sweep as HTML with an inline picture; it asks for nothing from other sites.
+    """Return the result of a sweep as HTML with an inline picture; it loads nothing from other sites.
 
     Args:
         path: The sweep's path or URL.
         metric: The metric.
-        mode: Whether a low ("min") or a high ("max") value of it is good.
+        mode: Whether a low ("min") or a high ("max") value of the metric is good.
         trials: The trials.
 
     """

@@ -85,9 +85,9 @@ class SweepObserver:
     def _look(self, *, final: bool) -> None:
         try:
             self._refresh(final=final)
-        except Exception as exc:  # noqa: BLE001 - whatever fails here, the sweep goes on
+        except Exception as exc:  # noqa: BLE001 - whatever fails here, the sweep continues
             if not self._has_warned:
-                get_run_logger().warning("the page of the sweep is not up to date: %r; the sweep goes on", exc)
+                get_run_logger().warning("the page of the sweep is not up to date: %r; the sweep continues", exc)
             self._has_warned = True
         finally:
             if final and self._table is not None:

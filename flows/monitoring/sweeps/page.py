@@ -15,7 +15,7 @@ from .view import SeenTrial, SweepView, count_states
 
 _MAX_ROWS = 100
 _MAX_COLUMNS = 6
-_NOT_ENOUGH = "It takes eight trials that have ended to tell which parameters matter."
+_NOT_ENOUGH = "It takes eight trials that have ended to determine which parameters matter."
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SweepContext:
         storage: The storage as Python takes it on any machine.
         num_trials: How many trials there will be; None if that is unknown.
         has_rungs: Whether a scheduler decides at rungs.
-        state: How the sweep stands, in a word.
+        state: The state of the sweep, in a word.
 
     """
 
@@ -41,7 +41,7 @@ def write_sweep(view: SweepView, context: SweepContext, now_s: float) -> str:
 
     Args:
         view: The view of the sweep.
-        context: What the view does not know.
+        context: The part of the page that does not come from the view.
         now_s: The current time (seconds since the epoch).
 
     """

@@ -1,4 +1,4 @@
-"""The parameters of a sweep: what its trials have of each, and how much of the score it explains; pure."""
+"""The parameters of a sweep: their values in its trials, and how much of the score each explains; pure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def at_equal_steps(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[int, 
 
 
 def is_number(value: Value) -> TypeGuard[float]:
-    """Return whether a value is a number; True and False are none."""
+    """Return whether a value is a number; True and False are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -48,16 +48,16 @@ def importances(configs: Sequence[Mapping[str, Value]], scores: Sequence[float])
     """Return how much of the order of the trials each varied parameter explains by itself, the most important first.
 
     That is the share of the variance of the trials' ranks that lies between groups of trials with equal values (of numbers with
-    more than four values: quarters of the trials), less what as many random groups would explain: epsilon squared of Kruskal
-    and Wallis. It is 1 for a parameter that decides the order of its groups, and 0 for one that does not matter. Interactions
-    of two parameters are not seen.
+    more than four values: quarters of the trials), less the share that as many random groups would explain: epsilon squared of
+    Kruskal and Wallis. It is 1 for a parameter that decides the order of its groups, and 0 for one that does not matter.
+    Interactions of two parameters are not measured.
 
     Args:
         configs: The parameters of each trial.
         scores: The finite score of each.
 
     Returns:
-        Nothing for fewer than eight trials.
+        The share of each parameter; empty for fewer than eight trials.
 
     """
     if len(scores) < _FEWEST:
@@ -72,7 +72,7 @@ def _key(config: Mapping[str, Value], name: str) -> tuple[bool, str]:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the rank of each value from 0; equal values have the mean of theirs."""
+    """Return the rank of each value from 0; equal values have the mean of their ranks."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     ranks = [0.0] * len(values)
     first = 0

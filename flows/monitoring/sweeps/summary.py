@@ -1,4 +1,4 @@
-"""What Prefect's list of runs and the log say of a sweep, and the observer that shows it."""
+"""Texts about a sweep in Prefect's list of runs and in the log, and the observer that shows it."""
 
 from uuid import UUID
 
@@ -27,8 +27,8 @@ def show_sweep(run: Run, definition: Definition, searched: Search, search: Searc
 
     Args:
         run: The sweep.
-        definition: What it searches.
-        searched: Its search.
+        definition: The space and the metrics of the sweep.
+        searched: The search, which has the trials.
         search: The configuration of its search.
         given: The storage as its caller gave it.
 

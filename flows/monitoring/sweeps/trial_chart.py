@@ -110,7 +110,7 @@ def _ticks(high: float) -> tuple[float, ...]:
 
 
 def _improvements(reports: Sequence[tuple[float, float]], mode: str) -> Iterator[tuple[float, float]]:
-    """Yield the reports that are better than all before; the newest ones of very many."""
+    """Yield the reports that are better than all before, at most the newest `_MAX_IMPROVEMENTS`."""
     sign = 1 if mode == "min" else -1
     best = math.inf
     found = []

@@ -1,4 +1,4 @@
-"""The curve of a trial: what it has reported of the metric that the sweep optimizes, read from its run."""
+"""The curve of a trial: its reports of the metric that the sweep optimizes, read from its run."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ _MAX_POINTS = 60
 
 @dataclass(frozen=True, slots=True)
 class TrialCurve:
-    """What the run of a trial has reported.
+    """The reports of a trial's run.
 
     Attributes:
         points: The step and the value of its reports, thinned.
@@ -34,7 +34,7 @@ class TrialCurve:
     attempts: int = 0
 
     def after(self, earlier: "TrialCurve") -> "TrialCurve":
-        """Return this curve behind the one of a run that the trial has left, up to where this one begins."""
+        """Return this curve, preceded by that of a run that the trial has left, up to the first step of this one."""
         if not self.points:
             return TrialCurve(earlier.points, earlier.times, earlier.metrics, earlier.step, self.flow_run_id, self.attempts)
         kept = [(step, value) for step, value in earlier.points if step < self.points[0][0]]

@@ -1,4 +1,4 @@
-"""What Prefect's list of runs says of a trial that has completed."""
+"""The text about a completed trial in Prefect's list of runs."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from prefect_torch.tasks.training.observers import TrainingEvent
 
 
 class TrialMessageObserver:
-    """Records what the message of a trial's completed state is made from.
+    """Records the newest report, from which the message of a trial's completed state is made.
 
     Args:
         metrics: The names of the metrics that the sweep optimizes.
@@ -34,8 +34,8 @@ class TrialMessageObserver:
         """Return how a trial ended in one line, such as "step 9, loss 0.0013" or "paused at step 3, loss 0.9".
 
         Args:
-            state: What the sweep has decided; "running" for nothing, so that its function has returned.
-            value: What its function has returned: the metrics in a dict count as its last report.
+            state: The decision of the sweep; "running" if it made none and the trial's function has returned.
+            value: The return value of the trial's function: the metrics in a dict count as its last report.
 
         """
         said: list[str] = []

@@ -15,7 +15,7 @@ from .view import SeenTrial, SweepView, count_states
 
 TRIAL_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "paused": "yellow", "stopped": "yellow"}
 _MAX_ROWS = 8
-_WIDE = 110  # columns, from which on there is room for why trials have ended
+_WIDE = 110  # columns, from which on the table also shows why trials have ended
 
 
 class TrialTable:

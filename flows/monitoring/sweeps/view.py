@@ -15,7 +15,7 @@ from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, Tri
 from .parameters import Value, parameters_of
 from .trial_curves import TrialCurve, read_curve
 
-MAX_CURVES = 200  # of more trials, the best ones and the newest ones have one
+MAX_CURVES = 200  # of more trials, only the best and the newest ones have a curve
 _LONGEST_S = 10.0  # for one look at the runs
 _AT_ONCE = 8  # runs that are read together, between two looks at the clock
 _Version: TypeAlias = tuple[str, TrialState, int]
@@ -23,7 +23,7 @@ _Version: TypeAlias = tuple[str, TrialState, int]
 
 @dataclass(frozen=True, slots=True)
 class SeenTrial:
-    """A trial, with what its run has reported.
+    """A trial with the reports of its run.
 
     Attributes:
         number: Its number.
@@ -32,9 +32,9 @@ class SeenTrial:
         reason: Why it was stopped or paused, or its error.
         parameters: What was chosen for it, "a/b" for nested ones.
         metrics: Its newest metrics.
-        value: The metric; None if it has no such number, or has failed.
-        decided: The times of its reports at which was decided.
-        curve: What its run has reported; empty if it was not read.
+        value: The value of the metric; None if the trial has no such number, or has failed.
+        decided: The times of its reports at which the sweep decided about it.
+        curve: The reports of its run; empty if they were not read.
 
     """
 
@@ -59,8 +59,8 @@ class SweepView:
 
     Args:
         run: The sweep.
-        definition: What it searches.
-        clock: Returns seconds; no more runs are read ten of them after a look began.
+        definition: The space and the metrics of the sweep.
+        clock: Returns seconds; ten seconds after a look began, no more runs are read.
 
     """
 
@@ -70,17 +70,17 @@ class SweepView:
         self._clock = clock
         self._records: History = {}
         self._curves: dict[int, TrialCurve] = {}
-        self._earlier: dict[int, tuple[int, TrialCurve]] = {}  # of how many runs that a trial has left, and what they reported
+        self._earlier: dict[int, tuple[int, TrialCurve]] = {}  # the number of runs that a trial has left, and their reports
         self._versions: dict[int, _Version] = {}
 
     @property
     def metric(self) -> str:
-        """The metric, the first of several."""
+        """The metric that is optimized, the first of several."""
         return self.definition.metrics[0]
 
     @property
     def mode(self) -> str:
-        """Whether a low ("min") or a high ("max") value of it is good."""
+        """Whether a low ("min") or a high ("max") value of the metric is good."""
         return self.definition.modes[0]
 
     @property
@@ -140,10 +140,10 @@ class SweepView:
 
     def _read(self, record: TrialRecord) -> TrialCurve:
         num_read, earlier = self._earlier.get(record.number, (0, TrialCurve()))
-        for run in record.earlier_runs[num_read:]:  # before it went on from another trial's checkpoint
+        for run in record.earlier_runs[num_read:]:  # before it continued from another trial's checkpoint
             earlier = self._curve_of(run).after(earlier)
         curve = self._curve_of(record.run)
-        if curve.attempts:  # the trial trains there: the runs before have stored what they reported
+        if curve.attempts:  # the trial trains there: the runs before have stored their reports
             self._earlier[record.number] = (len(record.earlier_runs), earlier)
         return curve.after(earlier)
 

@@ -33,7 +33,7 @@ class Axis:
 
 
 def value_axis(values: Sequence[float]) -> Axis:
-    """Return an axis for `values`, logarithmic where they span decades and their middle half has more of it there.
+    """Return an axis for `values`, logarithmic if they span decades and that gives their middle half more of the axis.
 
     Args:
         values: Finite numbers, at least one.

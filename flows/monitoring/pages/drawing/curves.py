@@ -113,7 +113,7 @@ class Curves:
 
 
 def finite_values(history: Iterable[MetricRecord], metric: str) -> Iterator[tuple[MetricRecord, float]]:
-    """Yield each report with a value of a metric that can be drawn: finite, and so that differences are."""
+    """Yield each report with a value of a metric that can be drawn: finite, and with finite differences to others."""
     for record in history:
         score = find_score(record.metrics, metric)
         if score is not None and abs(value := as_float(score)) <= _LARGEST:

@@ -19,7 +19,7 @@ def as_data_url(svg: str) -> str:
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
-    """Return a document of `parts`, in which what no XML may have, such as half an emoji in a metric's name, is replaced."""
+    """Return a document of `parts` with characters that XML forbids, such as half an emoji in a metric's name, replaced."""
     readable = _NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", "".join(parts))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}" '
