@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class ReportCallback(CheckpointCallback):
-    """Report Lightning's own checkpoint and metrics, durable when training goes on, from every rank.
+    """Report Lightning's own checkpoint and metrics from every rank, durable before training continues.
 
     The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a directory where
     the strategy shards, of which each rank reports its own files. It also holds each rank's random state, which Lightning does
     not store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a
-    training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, also by
-    several of these callbacks, each for a moment of its own.
+    training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, even
+    if several of these callbacks report at different moments.
 
     A report due at an epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by
     ModelCheckpoint: a resume from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics
@@ -42,8 +42,8 @@ class ReportCallback(CheckpointCallback):
     without a `state_dict` starts over (Lightning's rule), so the training differs from there on. torchdata's
     StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one more number.
 
-    Lightning counts it among its checkpoint callbacks: it runs after all others (list a ModelCheckpoint before it), whose state
-    is stored as it is by then, and the Trainer adds no ModelCheckpoint of its own; `enable_checkpointing=False` contradicts it.
+    Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it), so
+    their state is stored as it is by then. The Trainer adds no ModelCheckpoint, and rejects `enable_checkpointing=False`.
 
     After each batch it calls `get_context().should_checkpoint()`, which takes a fraction of a millisecond at most, and reports
     if that is true. When termination of the training is requested, it then stops the Trainer. A report within an epoch resumes
@@ -99,7 +99,7 @@ class ReportCallback(CheckpointCallback):
 
     @property
     def best_model_path(self) -> NoReturn:
-        """Say what to give instead of `ckpt_path="best"`, which Lightning also takes if `trainer.test()` is given no model.
+        """Raise, and name alternatives to `ckpt_path="best"`, which Lightning also uses if `trainer.test()` is given no model.
 
         Raises:
             AttributeError: Always, as of an attribute that does not exist.
@@ -148,7 +148,7 @@ class ReportCallback(CheckpointCallback):
     def _restore_random_state(self, trainer: Trainer) -> None:
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
-            set_random_state(self._random_state)  # now: the Trainer's next act is to draw the epoch's first batch
+            set_random_state(self._random_state)  # now: next, the Trainer draws the epoch's first batch
             self._random_state = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
@@ -158,11 +158,11 @@ class ReportCallback(CheckpointCallback):
     on_test_start = on_predict_start = on_validation_start
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
-        """Count on from the Trainer's first step.
+        """Begin to count at the Trainer's first step.
 
         Raises:
-            ValueError: If it begins before the checkpoint that this attempt continues or another Trainer's reports, or could
-                not be resumed.
+            ValueError: If the Trainer begins before the checkpoint that this attempt continues or another Trainer's reports,
+                or has a callback with which it could not be resumed.
 
         """
         self._seen_step = self.reported_step = trainer.global_step
@@ -205,7 +205,7 @@ class ReportCallback(CheckpointCallback):
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
-        """Report if that was chosen, and this is a validation within an epoch of a training."""
+        """Report if `on_validation_end` was chosen, and this validation is a part of a training."""
         if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._report_or_await_the_end(trainer)
 
@@ -287,7 +287,7 @@ def _reported_steps(trainer: Trainer) -> set[int]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    # A score per class may be logged where no logger is, but is no metric; it must not fail the training.
+    # Without a logger, a score per class may be logged, but it is no metric; it must not fail the training.
     return {name: value for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
 
 

@@ -13,8 +13,8 @@ from prefect_torch.ckpt.reporting.api import log_metrics
 class ReportLogger(Logger):
     """Record the values of `self.log` as metrics of the run, without a callback: `Trainer(logger=ReportLogger())`.
 
-    Rank 0's are recorded, as by Lightning's other loggers, when Lightning logs: every `log_every_n_steps` and at the end of
-    epochs. They appear in the metric history and the curves; a checkpoint's own metrics are those of its report. It is no
+    Rank 0's values are recorded, as by Lightning's other loggers, when Lightning logs: every `log_every_n_steps` and at the end
+    of epochs. They appear in the metric history and the curves; a checkpoint's own metrics are those of its report. It is no
     report: no other rank takes part, and nothing waits. Outside of a training function it warns once and records nothing.
     """
 
@@ -35,7 +35,7 @@ class ReportLogger(Logger):
         return None if self._context is None else self._context.attempt
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Record `metrics` at `step`; None counts on from the previous step.
+        """Record `metrics` at `step`; None means the step after the last report's.
 
         Raises:
             ValueError: If a value is invalid in a report.

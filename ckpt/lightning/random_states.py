@@ -32,7 +32,7 @@ def read_random_state(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set this process's generators to `state`; what this machine does not have is left out."""
+    """Set this process's generators to `state`, except for those that this machine does not have."""
     ProcessGenerators().load_state_dict({**state, "numpy": _mapped(state["numpy"], torch.Tensor, torch.Tensor.numpy)})
 
 

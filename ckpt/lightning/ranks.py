@@ -127,9 +127,9 @@ class _OnExistingRanks(_Parallel):
         """Ignore the Trainer's argument."""
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Give the loader's sampler the epoch that the Trainer resumes in.
+        """Set the epoch that the Trainer resumes in on the loader's sampler.
 
-        Lightning gives it only after a loader that has a `state_dict` has gone to its position, in the order of epoch 0.
+        Lightning sets it only after a loader that has a `state_dict` has moved to its position, in the order of epoch 0.
         """
         dataloader = super().process_dataloader(dataloader)
         if self.lightning_module is not None:
@@ -141,7 +141,7 @@ class _OnExistingRanks(_Parallel):
         return dataloader
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning which rank this is: it would multiply machines by the ranks of this one, and machines may differ."""
+        """Set this rank in Lightning, which would assume that every machine has as many ranks as this one."""
         if isinstance(self.cluster_environment, PrefectEnvironment):
             decorator: Any = rank_zero.rank_zero_only
             decorator.rank = self.global_rank

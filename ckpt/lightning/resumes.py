@@ -1,4 +1,4 @@
-"""What a Trainer that resumes does not restore, or does once more, and how it is made to go on as if undisturbed."""
+"""Corrections for a Trainer that resumes: it does not restore everything, and repeats some of its work."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
@@ -18,7 +18,7 @@ def leave_the_ended_epoch(trainer: Trainer) -> None:
     EarlyStopping's among them, would find none and raise, and the next epoch would draw another order.
     """
     loop = trainer.fit_loop
-    if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not tell
+    if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not record it
         return
     # With `max_steps`, the setter of FitLoop always says that it is restarting.
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # a property

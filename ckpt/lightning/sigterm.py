@@ -1,4 +1,4 @@
-"""What SIGTERM does to this process, while a Trainer has a handler of its own."""
+"""The action of SIGTERM in this process, saved and restored around a Trainer's own handler."""
 
 import ctypes
 import signal
@@ -8,7 +8,7 @@ _MOST_BYTES = 256  # of a struct sigaction
 
 
 class SigtermAction:
-    """What SIGTERM does to this process now, also by a handler in C, such as that with which a rank outlasts the first one."""
+    """The current action of SIGTERM, also that of a handler in C, such as the one by which a rank survives the first."""
 
     def __init__(self) -> None:
         self._handler = signal.getsignal(signal.SIGTERM)
@@ -19,8 +19,8 @@ class SigtermAction:
             self._action = action.raw
 
     def restore(self) -> None:
-        """Let SIGTERM do that again."""
-        if self._handler is not None:  # Python's own record; None for a handler in C from before Python
+        """Restore the action of SIGTERM."""
+        if self._handler is not None:  # Python's own record; None for a handler that C code installed
             signal.signal(signal.SIGTERM, self._handler)
         if self._action:
             ctypes.CDLL(None).sigaction(signal.SIGTERM, self._action, None)

@@ -20,7 +20,7 @@ class Intent:
     """The contribution of one rank to a report, or of neighbouring ranks that contribute alike.
 
     Attributes:
-        rank: The rank, or the lowest.
+        rank: The rank, or the lowest of several.
         step: The step that it reports.
         upload: The upload mode, or None without a checkpoint.
         files: The paths of its files.
@@ -29,7 +29,7 @@ class Intent:
         directory: The identity of the directory of its files, equal on ranks that share it; "" if they are not adopted.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
-        asks_leader: Whether the leader decides after this report if the training goes on; rank 0's counts.
+        asks_leader: Whether the leader decides after this report if the training goes on; only rank 0's value counts.
         awaits_commits: Whether it returns only once the background commits so far are durable, though it stores nothing.
         following: The files, the state and the directory of each of the ranks that follow it.
 
@@ -64,7 +64,7 @@ class Intent:
         return [self.directory, *(directory for _, _, directory in self.following)]
 
     def encode(self) -> bytes:
-        """Return JSON, without the fields that have their default: rank 0 decodes those of all ranks."""
+        """Return JSON without the fields that have their default, since rank 0 decodes the intents of all ranks."""
         fields = {name: value for name in self.__slots__ if (value := getattr(self, name))}
         if self.state is not None:
             fields["state"] = self.state.fields()
@@ -81,7 +81,7 @@ class Agreement:
         checkpoint_id: The id to store under, or None when no rank reported a checkpoint.
         upload: The upload mode.
         owners: For each path that several ranks reported, the rank that stores it; the others only digest theirs, to compare.
-        sharing: The ranks whose directory a lower rank has reported, too, and adopts.
+        sharing: The ranks whose directory a lower rank also reported, and adopts.
         metadata: The ranks' metadata merged; a lower rank's value wins.
         state: The decision on the ranks' states, or None.
         error: The error that every rank must raise instead; then nothing is stored.
@@ -131,7 +131,7 @@ def decide(
     """Return the agreement on the ranks' intents.
 
     Args:
-        intents: Those of all ranks, by rank.
+        intents: The intents of all ranks, by rank.
         attempt: The attempt, for the new id.
         topic: The name of the report.
         state: The decision on the ranks' states, or the reason why there is none.
@@ -189,7 +189,7 @@ def decode_intents(data: bytes) -> list[Intent]:
 
 
 def _shared(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is equal in all ranks of one intent."""
+    """Return the fields that are equal for all ranks of one intent."""
     return {name: value for name, value in fields.items() if name not in _OF_EACH_RANK}
 
 

@@ -34,7 +34,7 @@ def start_session(session: "RankSession | None") -> None:
 
 
 def _naming_ray_arguments(function: Callable[P, None]) -> Callable[P, None]:
-    """Return `function`, which has the signature that a reader sees, with an error of its own for arguments of Ray's."""
+    """Return `function` with its signature, and with an error that explains arguments of Ray's."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -65,8 +65,8 @@ def report(
     A `state` of live objects is the fastest checkpoint: the call returns as soon as the bytes that this rank owns are copied,
     1/N of the data that are equal on N ranks, and the copy is committed in the background. The training may go on
     immediately. The copy costs memory for these bytes once, which is kept for the next report; a report waits for the commit
-    of the previous one. What is stored of a GPU are the values after the work on the current streams of the calling thread;
-    other streams must be awaited by these before.
+    of the previous one. The values of tensors on a GPU are those after the work on the current streams of the calling
+    thread; these streams must already wait for writes on other streams.
 
     Each rank uploads its own files, in parallel; together they are one checkpoint. It exists as soon as its manifest does,
     which is written last: a training killed at any moment resumes from a whole checkpoint, that of this report if it was
@@ -82,22 +82,22 @@ def report(
             NumPy's arrays and scalars, plain values and containers of them, `RandomState()`. The content of a module or an
             optimizer counts as equal on all ranks, and each rank stores a part of it; a module or optimizer with other parts
             on another rank is refused, unless it has a name of its own there or is marked with `RankLocal`. Of everything
-            else each rank stores its own where it differs, or is marked: give the objects themselves, since the tensors of
-            their `state_dict()` would be compared, and averages of weights as a module (`AveragedModel`), not as a dict.
-            `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside
-            it.
-        step: The same number on every rank, growing from checkpoint to checkpoint; None counts on from the previous report,
-            or from the restored checkpoint, beginning with 0. When the step of the newest checkpoint is reported again, such
-            as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays, with a
-            warning.
+            else, each rank stores its own value if it differs between ranks or is marked. Give the objects themselves, since
+            the tensors of their `state_dict()` would be compared. Give averages of weights as a module (`AveragedModel`), not
+            as a dict. `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be
+            reported beside it.
+        step: The same number on every rank, growing from checkpoint to checkpoint; None means the step after that of the
+            previous report, or of the restored checkpoint; the first is 0. When the step of the newest checkpoint is reported
+            again, such as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays,
+            with a warning.
         progress: The share of the training that is done, from 0 to 1.
         upload: "sync" (the default without a state) returns when the checkpoint is durable. "async" (the default with a
-            state) adopts the directory's files, returns immediately and commits in the background, of directories as many at
-            a time as `CheckpointConfig.max_in_flight` allows, by default one; a failure is raised by the next report on every
-            rank, or at the end of the training function.
+            state) adopts the directory's files, returns immediately and commits in the background. For directories,
+            `CheckpointConfig.max_in_flight` limits the commits at a time, by default to one. A failure is raised by the next
+            report on every rank, or at the end of the training function.
 
     Raises:
-        TypeError: For any other argument; of one of Ray's, it says what to write.
+        TypeError: For any other argument; for one of Ray's, it names the replacement.
         ValueError: Before anything is stored, if an argument is invalid.
         CheckpointNotFoundError: If `checkpoint` is a committed one that is gone.
         ReportMismatchError: On every rank, if the ranks disagree on the step, if their states do not form one state, or if a
@@ -108,8 +108,8 @@ def report(
             is still the latest. Where the storage has no space left it is a StorageFullError.
         FencedError: If a newer attempt owns the run.
         SystemExit: On every rank, if termination of the training is requested: the first checkpoint after that is the last. A
-            function that calls `should_checkpoint` goes on after it, to return by itself; its next checkpoint is not stored.
-            Also if a sweep decides that its trial ends here; a function that catches that gets it from its next report again.
+            function that calls `should_checkpoint` continues after it, to return by itself; its next checkpoint is not stored.
+            Also if a sweep decides that its trial ends here; a function that catches it gets it again from its next report.
         RuntimeError: Outside of a training function, or in a process that it has forked.
 
     """
@@ -119,11 +119,11 @@ def report(
 def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
     """Record metrics of rank 0 in the run's history; those of other ranks are ignored, and no rank waits for another.
 
-    It serves the logger of a framework, on any rank. `Result.metrics` has the newest of them in addition to the last report's.
+    It is meant for a framework's logger, on any rank. `Result.metrics` has the newest of them in addition to the last report's.
 
     Args:
         metrics: As `report` takes them.
-        step: The step of the metrics, in any order. None means the step that the next report would count on to.
+        step: The step of the metrics, in any order. None means the step that the next report would have by default.
 
     Raises:
         ValueError: If a metric or the step is invalid.
@@ -134,11 +134,11 @@ def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None
 
 
 def checkpoint_directory() -> AbstractContextManager[Path]:
-    """Yield an empty directory for the files of a checkpoint, of which a report then copies nothing.
+    """Yield an empty directory for the files of a checkpoint, which a report then moves instead of copying them.
 
-    It is on the storage's filesystem where that is local, and a temporary directory elsewhere. What is reported is moved out of
-    it, by a sync report too: a report costs the time in which the disk takes them, and nobody may write to them afterwards.
-    A file with a second name (a hard link) and the target of a symbolic link are copied. What is left is deleted at the end.
+    It is on the storage's filesystem if that is local, else a temporary directory. Reported files are moved out of it, also by
+    a sync report: a report costs the time that the disk needs to store them, and nothing may write to them afterwards. A file
+    with a second name (a hard link) and the target of a symbolic link are copied. Remaining files are deleted at the end.
 
         with checkpoint_directory() as directory:
             torch.save(model.state_dict(), directory / "model.pt")
@@ -200,7 +200,7 @@ def _require_session(name: str) -> "RankSession":
 
 
 def _require_own_session(name: str) -> "RankSession":
-    """Return the session of this process, and of no other that has forked this one."""
+    """Return the session of this process; raise in a process that a rank has forked."""
     session = _require_session(name)
     refuse_in_fork(name)
     return session

@@ -19,7 +19,7 @@ class BackgroundCommit:
 
     Attributes:
         step: The step of its report.
-        done: Its end.
+        done: Its future, which is done when it has ended.
 
     """
 

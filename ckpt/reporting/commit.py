@@ -43,7 +43,7 @@ class RankCommits:
         restored: The checkpoint that the attempt begins from, which the first commit continues.
 
     Attributes:
-        costs: What they cost the training.
+        costs: The costs of these commits for the training.
         committed_step: The step of the run's newest checkpoint that is durable; -1 before the first.
 
     """
@@ -71,7 +71,7 @@ class RankCommits:
     def commit(self, staged: StagedReport) -> None:
         """Commit the checkpoint of a report, if it has one, and send the report to the leader.
 
-        When this returns, the checkpoint of a synchronous report is durable, and that of an asynchronous one is on its way.
+        When this returns, the checkpoint of a synchronous report is durable, and that of an asynchronous one is under way.
         """
         report, agreement = staged.report, staged.agreement
         if agreement.checkpoint_id is not None:
@@ -81,7 +81,7 @@ class RankCommits:
         if self._peers.rank == 0:
             record = MetricRecord(self._context.attempt, agreement.step, report.metrics, agreement.checkpoint_id, utc_now())
             self._events.send(ReportEvent(record, report.progress))
-        if agreement.is_background:  # last: from here on two threads want one GIL
+        if agreement.is_background:  # last: from here on two threads compete for the GIL
             self._background.submit(agreement.step, lambda: self._commit(staged))
 
     def _commit(self, staged: StagedReport) -> None:
@@ -135,10 +135,10 @@ def belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
     """Store this rank's files and return once the manifest of all ranks is durable; rank 0 returns it.
 
-    Costs a put per file and one for the manifest, one listing for the fence, in a bucket one of the files and one request for
-    the manifest's size, in a directory one of the files if other machines stored some, and two exchanges between the ranks. An
-    error on any rank is raised on all of them, and then there is no checkpoint. When the storage is full, garbage is removed
-    from it and the commit is tried once more.
+    Costs a put per file and one for the manifest, one listing for the fence, and two exchanges between the ranks. A bucket also
+    costs a listing of the files and a request for the manifest's size, a directory a listing of the files if other machines
+    stored some. An error on any rank is raised on all of them, and then there is no checkpoint. When the storage is full,
+    garbage is removed from it and the commit is tried once more.
 
     Raises:
         CommitFailedError: If a rank could not store its part, or is lost, or rank 0 does not see another machine's files.
@@ -163,7 +163,7 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
         return _try_commit(run, peers, job, f"{topic}/again")
     except StorageFullError:
         if peers.rank == 0:  # else its parts would occupy the space that the next report needs
-            _remove("what was stored of it", lambda: _discard(run, job.staged.checkpoint_id))
+            _remove("the files of the failed commit", lambda: _discard(run, job.staged.checkpoint_id))
         raise
 
 
@@ -208,7 +208,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     has_to_be_asked = run.storage.local_path(key) is None  # a local file is compared before it gets its name
     if has_to_be_asked:
         _check_stored(run, staged.checkpoint_id, files)
-    elif Transport.of(run.spec.options) is None:  # else each machine has its own files alone
+    elif Transport.of(run.spec.options) is None:  # else each machine has only its own files
         _check_seen(run, staged.checkpoint_id, [entry for entry in files if entry.rank >= job.num_here])
     _check_distinct(run, staged.checkpoint_id, files)
     manifest = Manifest(
@@ -232,7 +232,7 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
 
 
 def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
-    """Look whether a local storage keeps two stored files as one, as a filesystem does that ignores case or forms of Unicode.
+    """Raise if a local storage keeps two stored files as one: its filesystem may ignore case or forms of Unicode.
 
     Raises:
         ReportMismatchError: If it does so: the one that was stored first is lost.
@@ -249,7 +249,7 @@ def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) ->
 
 
 def _are_both_listed(folder: Path, first: str, second: str) -> bool:
-    """Return whether the first directory in which the paths part lists both names: FUSE may number names instead of files."""
+    """Return whether the first directory in which the paths differ lists both names: FUSE may number names instead of files."""
     one, other = Path(first), Path(second)
     for name, alike_name in zip(one.parts, other.parts, strict=True):
         if name != alike_name:
@@ -263,7 +263,7 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
 
     Raises:
         CommitFailedError: If a file is missing, or of another size.
-        FencedError: If that is since a newer attempt owns the run, or the run was deleted.
+        FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
 
     """
     if not files:
@@ -276,14 +276,14 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
 
 
 def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
-    """Return once this machine sees in a directory what other machines have stored there.
+    """Wait until this machine sees the files that other machines have stored in a directory.
 
-    A mount may show what it has listed before (FUSE, for minutes), or the size of a file that was being written (NFS, for
-    seconds). Committed nevertheless, a checkpoint would count as damaged at a start on this machine.
+    A mount may show an old listing (FUSE, for minutes), or the size that a file had while it was written (NFS, for seconds). A
+    checkpoint that is committed earlier would count as damaged at a start on this machine.
 
     Raises:
-        StorageError: If it does not, as long as the storage is waited for.
-        FencedError: If that is since a newer attempt owns the run, or the run was deleted.
+        StorageError: If it does not see them until the retries end.
+        FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
 
     """
     if not files:
@@ -300,8 +300,8 @@ def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> Non
         mount = shared_mount_of(Path(run.storage.url))
         raise StorageError(
             f"rank 0's machine sees {found or 0} of the {entries[key].bytes} bytes that rank {entries[key].rank} has stored on "
-            f"another one in {key}; mount the directory{'' if mount is None else f' ({mount})'} so that each machine sees at "
-            "once what others write: rclone with --dir-cache-time 0s"
+            f"another one in {key}; mount the directory{'' if mount is None else f' ({mount})'} so that each machine "
+            "immediately sees the files of others: rclone with --dir-cache-time 0s"
         )
 
     with_retries(run.storage, "looking for other machines' files in", prefix, look)

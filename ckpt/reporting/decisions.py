@@ -22,7 +22,7 @@ class DecisionPoints:
 
     Attributes:
         time_attr: "step", "training_iteration" (the number of reports), or a metric; it grows from report to report.
-        milestone: The first report with a checkpoint at or after this time asks; None if none does for that reason.
+        milestone: The first report with a checkpoint at or after this time asks the leader; None if there is no such time.
         asks_always: Whether every report asks from the milestone on, also without a checkpoint.
         stop: A report with one of these metrics (or "step", "training_iteration") at or above the number asks.
         reports_before: The number of reports before this attempt.
@@ -36,7 +36,7 @@ class DecisionPoints:
     reports_before: int = 0
 
     def ask(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
-        """Return whether a report asks.
+        """Return whether a report asks the leader.
 
         Args:
             step: Its step.
@@ -77,7 +77,7 @@ class DecisionMaker(Protocol):
         ...
 
     def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the decision, which is recorded, and the same when it is asked again; may wait for a storage."""
+        """Return the decision, which is recorded, and the same for a repeated request; may wait for a storage."""
         ...
 
 

@@ -92,7 +92,7 @@ class EventSender:
     def __init__(self, key_value: KeyValue) -> None:
         self._key_value = key_value
         self._sent = 0
-        self._received = 0  # that the leader has received, when that was last read
+        self._received = 0  # the number that the leader had received, as last read
         self._one_sender = threading.Lock()
 
     def send(self, event: Sent) -> None:
@@ -123,7 +123,7 @@ class EventReceiver:
     def drain(self) -> Iterator[Sent]:
         """Yield the events that arrived since the last call; those of a burst are read together.
 
-        Of those that arrive meanwhile it yields some: a rank that sends without a pause would keep the leader here for ever.
+        Of those that arrive meanwhile, it yields a limited number: a rank may send without a pause.
         """
         count, left = 1, _SLOTS  # as many as may wait, so that it yields all once nobody sends
         while self._read or (left > 0 and self._receive(count)):
@@ -134,7 +134,7 @@ class EventReceiver:
 
     def _receive(self, count: int) -> bool:
         """Read the next `count` events, or fewer if not all have arrived, and return whether there was any."""
-        while not self._is_full(self._received + count - 1):  # sent in order, over one connection: if it is there, all are
+        while not self._is_full(self._received + count - 1):  # sent in order, over one connection: if the last is set, all are
             count //= 2
             if count == 0:
                 return False
@@ -146,7 +146,7 @@ class EventReceiver:
 
     def _is_full(self, number: int) -> bool:
         slot = _slot(number)
-        was_used = number >= _SLOTS  # so it is there, perhaps empty, and needs no request to check that
+        was_used = number >= _SLOTS  # so its key is set, perhaps to an empty value, and needs no request to check that
         return (was_used or self._key_value.check(slot)) and self._key_value.get([slot], 1.0)[0] != b""
 
 

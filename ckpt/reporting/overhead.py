@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class CommitCosts:
-    """What the commits of a rank cost its training.
+    """The costs of a rank's commits for its training.
 
     The training's thread begins them, and one thread at a time ends them.
 

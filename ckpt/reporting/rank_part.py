@@ -63,7 +63,7 @@ class StagedReport:
         return time.monotonic() - self.report.started_s
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove files that are part of a checkpoint now from a lent directory, or a second write would change that."""
+        """Remove files that are now part of a checkpoint from a lent directory: a second write would change the checkpoint."""
         for path in paths:
             assert self.directory is not None
             (self.directory / path).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ class StagedReport:
 
 
 def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: int) -> StagedReport:
-    """Return a report with its data taken over: of a state the copy, of an asynchronous report also the files.
+    """Return a report with its data taken over: a copy of the state, and the files of an asynchronous report.
 
     An error is kept in the result, since the other ranks already wait for this one's part, and must receive it.
 
@@ -97,7 +97,7 @@ def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: i
         if report.snapshot is not None and agreement.state is not None:
             state = report.snapshot.stage(agreement.state, writes)
         if directory is not None and agreement.is_background:
-            is_adopted = rank in agreement.sharing  # by another rank, but for what that one has not seen
+            is_adopted = rank in agreement.sharing  # by another rank, except for files that only this one has listed
             own = [path for path in report.files if not is_adopted or agreement.owners.get(path, rank) == rank]
             taken = _adopt(report.lent, directory, own)
             is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are
@@ -123,12 +123,12 @@ def _adopt(lent: LentDirectories | None, directory: Path, paths: Sequence[str]) 
 
 @dataclass(slots=True)
 class CommitJob:
-    """One rank's share of a commit, and how far it is; a second try goes on from there.
+    """One rank's share of a commit, and its progress, from which a second try continues.
 
     Attributes:
         staged: The report.
         parent: The checkpoint that this one continues.
-        num_here: The number of ranks on this machine; on rank 0's, the first ones.
+        num_here: The number of ranks on this machine; on rank 0's machine, these are the first ranks.
         stored: The files of it that this rank has stored, by path.
         linked: The paths of those that this rank's directory and the storage may both have, as one file with two names.
         decided: The topics of rank 0's decisions on it.
@@ -162,7 +162,7 @@ class RankPart:
     stored_s: float = 0.0
 
     def encode(self) -> bytes:
-        """Return JSON, the files column by column: objects of their own for each would bring on a collection of all garbage."""
+        """Return JSON, the files column by column: an object for each would trigger a full garbage collection."""
         files = [[getattr(entry, name) for entry in self.files] for name in FileEntry.__slots__]
         return json.dumps({"files": files, "state": self.state, "stall_s": self.stall_s, "stored_s": self.stored_s}).encode()
 
@@ -172,7 +172,7 @@ class RankPart:
 
         Raises:
             CommitFailedError: If `data` is the error because of which `rank` could not store its part.
-            StorageFullError: If that is that there is no space.
+            StorageFullError: If the reason is a lack of space.
 
         """
         part = json.loads(data)

@@ -1,4 +1,4 @@
-"""A rank's report, prepared from the user's arguments: what is wrong with them is found here, before anything is stored."""
+"""A rank's report, prepared from the user's arguments: their errors are found here, before anything is stored."""
 
 import logging
 import operator
@@ -82,7 +82,7 @@ class Report:
     awaits_commits: bool = False
 
     def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
-        """Return the description of the report for rank 0; it must be sent."""
+        """Return the description of the report for rank 0; the caller must send it."""
         state = None if self.snapshot is None else self.snapshot.describe()
         directory = "" if self.directory is None or self.upload != "async" else _identity_of(self.directory)
         return Intent(
@@ -117,7 +117,7 @@ def _identity_of(directory: Path) -> str:
 
 
 def _appearance_of(directory: Path) -> tuple[int, int, int]:
-    """Return what another directory does not have in common with this one, nor this one once something is put into it."""
+    """Return values that differ for another directory, and for this one once something is put into it."""
     status = directory.stat()
     return status.st_dev, status.st_ino, status.st_ctime_ns
 
@@ -141,7 +141,7 @@ class ReportPreparation:
         self._score_attribute = score_attribute
         self._lent = lent
         self._saver: StateSaver | None = None
-        self._emptied: tuple[int, int, int] | None = None  # the last directory whose files were moved away, as it was then
+        self._emptied: tuple[int, int, int] | None = None  # the appearance of the last directory whose files were moved away
         self._sweep, _, self._trial = run.name.rpartition("/")
         self._may_warn = bool(self._sweep)
 
@@ -156,8 +156,8 @@ class ReportPreparation:
 
         Args:
             given: The user's arguments.
-            cleanup: Receives what is to be released after the report.
-            following: The step of a report that has none.
+            cleanup: Receives the resources to release after the report.
+            following: The step of a report that is given none.
             newest: The step of the newest checkpoint. A report that repeats it stores nothing: that checkpoint stays.
 
         Raises:
@@ -202,7 +202,7 @@ class ReportPreparation:
         if checkpoint is None:
             return None
         if not isinstance(checkpoint, Checkpoint):
-            # Not its repr, which of a state_dict() is pages of numbers.
+            # Not its repr: that of a state_dict() is pages of numbers.
             raise ValueError(  # noqa: TRY004 - one error
                 f"checkpoint is of type {show_class(checkpoint)}: give Checkpoint.from_directory(path) of prefect_torch.ckpt, "
                 "or models and optimizers as state={...}"
@@ -218,7 +218,7 @@ class ReportPreparation:
         return directory
 
     def _warn_of_shared_directory(self, directory: Path) -> None:
-        """Warn once in a trial of a sweep, all of which run in one directory, of one below it that others write to, too."""
+        """Warn once in a trial of a sweep of a directory that others may write to: all trials run in one working directory."""
         if not self._may_warn or self._trial in str(directory) or directory.is_relative_to(tempfile.gettempdir()):
             return
         with suppress(OSError):  # where the working directory is gone
@@ -246,7 +246,7 @@ def check_step(step: SupportsIndex | None, *, following: int, newest: int | None
     """Return the step of a report.
 
     Args:
-        step: The user's argument; None counts on.
+        step: The user's argument; None means `following`.
         following: The step that comes next.
         newest: The step of the newest checkpoint, which the step of a new one may repeat but not go below; None for a
             report without a checkpoint.

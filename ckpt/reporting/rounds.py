@@ -59,7 +59,7 @@ class Rounds:
         and a state's buffer is reused.
 
         Args:
-            intent: This rank's.
+            intent: This rank's intent.
             meanwhile: Called once, while the ranks wait for each other.
 
         Raises:
@@ -80,7 +80,7 @@ class Rounds:
             self._background.wait_for_slot(for_another=upload == "async" and not has_state)
 
     def abstain(self, error: Exception, step: int) -> None:
-        """Take part in the round without a report, or this rank's next one would be paired with this one of the others.
+        """Take part in the round without a report, or this rank's next report would be paired with the others' current one.
 
         Args:
             error: The reason.

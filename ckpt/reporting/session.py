@@ -169,11 +169,11 @@ class RankSession:
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether rank 0 was told to end, or has made a checkpoint its last one, since termination is requested."""
+        """Whether rank 0 was notified that termination is requested, or has made a checkpoint the last one because of it."""
         return self._requests.stop_requested or self._rounds.has_last_checkpoint
 
     def _follow_decision(self, report: Report, agreement: Agreement) -> None:
-        """Follow the leader's decision, once the report's checkpoint is durable: nothing is decided by one that is not."""
+        """Follow the leader's decision, once the report's checkpoint is durable: no decision is based on one that is not."""
         self._background.wait_and_raise()
         assert self._decisions is not None
         self._decisions.follow(report.step, self._num_reports, report.metrics, agreement.checkpoint_id)

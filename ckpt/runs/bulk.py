@@ -1,4 +1,4 @@
-"""Very many stored records read at once: their values are checked column by column, not one by one."""
+"""Reads of very many stored records: their values are checked column by column, not one by one."""
 
 import gc
 import logging
@@ -12,14 +12,14 @@ from typing import Any
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.storage.protocol import Storage
 
-_MANY_OBJECTS = 50_000  # a collection looks at as many in some 5 ms
+_MANY_OBJECTS = 50_000  # a collection of so many takes some 5 ms
 _logger = logging.getLogger(__name__)
 
 
 def bytes_if_there(storage: Storage, key: str) -> bytes | None:
-    """Return an object's bytes; None if it is gone, as one that was merged with others is.
+    """Return an object's bytes; None if it is gone, for example because it was merged with others.
 
-    One that is too large for a record is empty, with a warning.
+    An object that is too large for a record counts as empty, with a warning.
     """
     try:
         return storage.get_bytes(key)
@@ -32,11 +32,11 @@ def bytes_if_there(storage: Storage, key: str) -> bytes | None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Let the garbage collector rest: of a million new objects that all stay, it would look at each several times.
+    """Pause the garbage collector: of a million new objects that all stay, it would examine each several times.
 
-    Afterwards they count as old, as all that a collection has looked at twice; without that, the next one looks at each again.
-    Few of them are left to it: what counts as old without a collection does not bring the next one of all objects nearer, and
-    a process that reads a little again and again would never free its garbage.
+    Afterwards they are moved to the oldest generation, or the next collection would examine each of them again. A small number
+    of them is left to that collection: objects that are moved without a collection do not bring the next full one nearer, so a
+    process that repeatedly reads a little would never free its garbage.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -52,7 +52,7 @@ def no_collection() -> Iterator[None]:
 
 @cache
 def _has_frozen() -> bool:
-    """Return whether this process has frozen objects, which it does before it reads any; a count of all takes milliseconds."""
+    """Return whether this process has frozen objects: it freezes them before any read, and a count takes milliseconds."""
     return gc.get_freeze_count() > 0
 
 

@@ -2,7 +2,7 @@
 
 The manifest never changes. An object has one name and is written whole, so two evaluators never lose each other's work. An
 interrupted evaluator leaves the old object, the new one, or a damaged one, which is left out as if it did not exist; only
-retention does not take its score for missing.
+retention does not treat its score as missing.
 """
 
 import logging
@@ -43,7 +43,7 @@ class ListedCheckpoint:
 
 
 def check_evaluation_name(name: str) -> str:
-    """Return `name`, which can be a key of metrics and a file's name on every backend.
+    """Return `name` if it can be a key of metrics and a file's name on every backend.
 
     Raises:
         ValueError: If it is not 1 to 100 letters, digits, ".", "_" or "-" that begin with a letter or digit, or looks like a
@@ -133,7 +133,8 @@ def evaluation_of(layout: Layout, key: str) -> tuple[str, str] | None:
 def hides_score(storage: Storage, layout: Layout, manifest: Manifest, names: Iterable[str], attribute: str | None) -> bool:
     """Return whether an evaluation that could not be read may have rated the checkpoint, so that its score is unknown.
 
-    That is one of a newer version, or, with a warning, one that is damaged or not yet written whole, if it has the score.
+    This holds for any evaluation of a newer version. It holds for one that is damaged, with a warning, or not yet written
+    whole, if the missing score belongs to it.
 
     Args:
         storage: The storage.

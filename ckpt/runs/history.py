@@ -25,7 +25,7 @@ CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
 _COLUMNS = itemgetter("attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged")
 _logger = logging.getLogger(__name__)
-_NO_TAGS = {int, float, bool, type(None)}  # no value of these is the tag of another
+_NO_TAGS = {int, float, bool, type(None)}  # values of these types cannot be the content of a tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class MetricRecord:
 class HistoryWriter:
     """Stores an attempt's records in chunks; one thread may append while another flushes.
 
-    No object is ever written again, which would not be atomic on every storage: each flush stores a small object of its own.
+    No object is overwritten, since that is not atomic on every storage: each flush stores a small object of its own.
     When these are many, or hold a thousand records, one object replaces them, and is read back before they are deleted.
     So a run that reports for weeks has an object per thousand reports, and 32 others at most.
 
@@ -142,7 +142,7 @@ class HistoryWriter:
         return len(taken)
 
     def _merge(self) -> None:
-        """Replace all parts by one object; the next call completes one that an error interrupted."""
+        """Replace all parts by one object; the next call completes a merge that an error interrupted."""
         if len(self._parts) > 1:
             whole = new_chunk(self._run.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
             if not self._parts.setdefault(whole, False):  # else all lines were stored in one put, after errors
@@ -190,7 +190,7 @@ def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> 
 def _with_late(records: Sequence[MetricRecord], late: Iterable[MetricRecord]) -> list[MetricRecord]:
     """Return `records`, in order, with each of `late` before the next report of its attempt.
 
-    Not sorted by step, since what was logged between reports may count steps otherwise.
+    They are not sorted by step, since a logger may count steps differently between reports.
     """
     waiting = sorted(late, key=lambda record: (record.attempt, record.step))[::-1]
     found: list[MetricRecord] = []
@@ -221,11 +221,11 @@ def newest_of_each(history: Sequence[MetricRecord]) -> Metrics:
 
 
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
-    """Return the reports of `listed` checkpoints that leaders before `attempt` did not store: killed, or without storage.
+    """Return the reports of `listed` checkpoints that leaders before `attempt` failed to store.
 
     The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a listing
-    and a read for each attempt that `listed` are of, whatever its outcome says: the last records may have failed to be stored
-    just before that was; and a read for each lost report.
+    and a read for each attempt of `listed`, and a read for each lost report. Completed attempts are checked, too: the last
+    records may have failed to be stored just before the outcome was.
     """
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
     recorded = dict(zip(before, read_all(before, partial(newest_recorded, run)), strict=True))

@@ -17,11 +17,11 @@
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/evaluation-code/<name>/<digest>.zip  that of the ranks of an evaluation
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
-<run>/pins/deletion.<token>.json     no pin: shows a pending deletion that a listing is one of pins; exists for a moment
+<run>/pins/deletion.<token>.json     no pin: proves to a pending deletion that a listing of pins is real; exists for a moment
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
-<run>/deletions/pin.<token>.json     no mark: shows a pin that a listing is one of marks; exists for a moment
+<run>/deletions/pin.<token>.json     no mark: proves to a pin that a listing of marks is real; exists for a moment
 """
 
 import re
@@ -34,12 +34,12 @@ _CHECKPOINTS = "checkpoints"
 _CLAIM = re.compile(r"(?P<number>[0-9]{6})-[0-9a-f]{8}\.json")
 _OUTCOME = re.compile(r"(?P<number>[0-9]{6})\.json")
 TRIAL_NAME = r"trial-[0-9]{4,9}-[0-9a-f]{8}"
-# A run, or a trial in the directory of its sweep; in forms, too.
+# A run, or a trial in the directory of its sweep; Prefect's forms use this pattern, too.
 RUN_NAME = rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}(/{TRIAL_NAME})?"
 
 
 def check_run_name(run: str) -> str:
-    """Return `run`, a name that is one directory on every backend; that of a sweep's trial is one in the sweep's directory.
+    """Return `run` if it can name a directory on every backend; a trial's name is a directory within its sweep's.
 
     Raises:
         ValueError: If it is not 1 to 200 letters, digits, ".", "_" or "-" that begin with a letter or digit.
@@ -51,7 +51,7 @@ def check_run_name(run: str) -> str:
 
 
 def is_run_name(name: str) -> bool:
-    """Return whether `check_run_name` would take a name."""
+    """Return whether `check_run_name` would accept a name."""
     return re.fullmatch(RUN_NAME, name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt or an evaluation print, as files beside the run."""
+"""The output of the ranks of an attempt or an evaluation, in log files of the run."""
 
 import re
 from collections import defaultdict
@@ -100,7 +100,7 @@ def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[
 
 
 def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
-    """Delete the logs of all evaluations of those checkpoints of which `is_deleted` is true, by their ids; costs a listing.
+    """Delete the logs of all evaluations of the checkpoints for whose id `is_deleted` returns true; costs a listing.
 
     Raises:
         StorageError, OSError: If the storage fails.
@@ -119,6 +119,6 @@ def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
 
 
 def _order(name: str) -> tuple[bool, int, int, str]:
-    """Sort the ranks by number, and the files of others, such as a launcher's, behind them."""
+    """Return a key that sorts ranks by number, and files of others, such as a launcher's, after them."""
     match = _NAME.fullmatch(name)
     return (True, 0, 0, name) if match is None else (False, int(match["rank"]), int(match["part"] or 0), name)

@@ -26,7 +26,7 @@ def new_id(attempt: int, step: int) -> str:
     """Return a new checkpoint id; ids sort as (attempt, step) and are never reused.
 
     Raises:
-        ValueError: If an id has no room for the step or the attempt.
+        ValueError: If the step or the attempt is out of range.
 
     """
     if not 0 <= step <= MAX_STEP:
@@ -99,7 +99,7 @@ class Manifest:
         parent: The id of the checkpoint that it continues, or a URL when that belongs to another run.
         created_at: The time of the commit (UTC, the committing machine's clock; nothing is sorted by it).
         metadata: The user's own metadata.
-        timings: The cost in seconds: `stall_s`, for which its slowest rank's training waited, and `durable_s`, from the
+        timings: The cost in seconds: `stall_s`, the time that the slowest rank's training waited, and `durable_s`, from the
             first rank's report to this manifest. Each rank measures by its own clock, and no two clocks are compared.
         evaluations: The names in `metrics` that were attached after the commit; the manifest in storage has none.
 
@@ -188,7 +188,7 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
 
 
 def alike(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of paths that are one to a filesystem that ignores case or forms of Unicode."""
+    """Yield pairs of paths that name one file on a filesystem that ignores case or forms of Unicode."""
     first: dict[str, str] = {}
     for path in paths:
         other = first.setdefault((path if path.isascii() else normalize("NFC", path)).casefold(), path)

@@ -2,7 +2,7 @@
 
 An attempt's records are numbered. The key of a chunk holds the number of its last record and the count of its records, so that
 a merged chunk sorts after all the chunks that it replaces: a listing that misses a just deleted chunk finds its replacement.
-Version 0.1 wrote chunks of a thousand, the newest of them in place, without digests; they are read as they are.
+Version 0.1 wrote chunks of a thousand without digests, and rewrote the newest in place; they are read as they are.
 """
 
 import logging
@@ -36,7 +36,7 @@ T = TypeVar("T", bound="ChunkRecord")
 
 
 class ChunkRecord(Protocol):
-    """A dataclass of which a history consists."""
+    """A dataclass for the records of a history."""
 
     @classmethod
     def quick(cls, fields: Sequence[Mapping[str, Any]]) -> "list[Self] | None":
@@ -159,7 +159,7 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
         storage: The storage.
         layout: The keys of the run.
         kind: The dataclass of a record.
-        known: Chunks that were read before, which grows; with the same dict, the next call reads only new chunks.
+        known: Chunks that were read before; new ones are added, so the next call with the same dict reads only newer ones.
 
     """
     known = {} if known is None else known

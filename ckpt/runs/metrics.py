@@ -22,8 +22,8 @@ def clean_metrics(metrics: Mapping[str, object], *, read: bool = True) -> Metric
 
     Args:
         metrics: Numbers, bools, strings, None, NaN, infinities and nested dicts of them, under string keys.
-        read: Whether the values of 0-d tensors count: reading one of a GPU waits for the computations before it. Else they are
-            checked, and None.
+        read: Whether to read the values of 0-d tensors, which on a GPU waits for the computations before it. If not, they are
+            checked, and become None.
 
     Raises:
         ValueError: For anything else (arrays, tensors with a shape, lists, objects), naming the metric.
@@ -209,7 +209,7 @@ def from_json(value: object) -> object:
 
 
 def parse_json(text: str) -> object:
-    """Return what `from_json` does of the JSON in `text`, in one pass.
+    """Return what `from_json` returns for the JSON in `text`, in one pass.
 
     Raises:
         ValueError: If `text` is no JSON, or has a tag that `to_json` does not write.
@@ -219,7 +219,7 @@ def parse_json(text: str) -> object:
 
 
 def _untagged(fields: dict[str, object]) -> object:
-    """Return `fields`, or the value that they are the tag of."""
+    """Return `fields`, or the tagged value if they are a tag."""
     if len(fields) != 1 or _NON_FINITE not in fields:
         return fields
     tagged = fields[_NON_FINITE]

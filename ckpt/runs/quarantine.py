@@ -46,7 +46,7 @@ def _is_intact(manifest: str) -> bool:
 
 
 def restore(run: Run, checkpoint_id: str) -> Manifest:
-    """Bring a quarantined checkpoint back; see `CheckpointStore.restore`."""
+    """Restore a quarantined checkpoint; see `CheckpointStore.restore`."""
     key = run.layout.quarantine(checkpoint_id)
     note = run.get_json(key)
     if note is None:

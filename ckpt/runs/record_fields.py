@@ -1,11 +1,11 @@
 """The reader of stored records into dataclasses, by the types of their fields.
 
-They are scalars, datetimes, dicts, lists, tuples, dataclasses and unions. Unknown fields are ignored, so that a later version
-may add some. A missing field or one of another type makes a record malformed, and the error names field and object.
+The types are scalars, datetimes, dicts, lists, tuples, dataclasses and unions. Unknown fields are ignored, so that a later
+version may add some. A missing field or one of another type makes a record malformed, and the error names field and object.
 
-The package has readers of its own, since msgspec, which does the same faster, rejects lone surrogates that stored runs have in
-their metrics, knows no tags for NaN and infinities, and would still need `json` to compare a record with its digest; pydantic
-takes a tenth of a second to import in each rank.
+The package has its own readers, since msgspec, which does the same faster, rejects lone surrogates that stored runs have in
+their metrics, does not support tags for NaN and infinities, and would still need `json` to compare a record with its digest;
+pydantic takes a tenth of a second to import in each rank.
 """
 
 import reprlib
@@ -65,7 +65,7 @@ def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T
     """Return `record` as `kind`, a dataclass; a field that `kind` does not have is ignored.
 
     Args:
-        kind: A dataclass with fields of the types that `reader_of` knows.
+        kind: A dataclass with fields of the types that `reader_of` supports.
         record: A dict that `records.parse` or `records.unseal` returned.
         where: The key of the object, for the error.
         what: A description of the expected record, with its article, for the error.
@@ -80,7 +80,7 @@ def decode(kind: type[T], record: Mapping[str, Any], where: str, what: str) -> T
         raise unsupported(version, where)
     try:
         if type(version) is not int or version != FORMAT_VERSION:
-            raise FieldError(f"{reprlib.repr(version)} is none").within("format")
+            raise FieldError(f"{reprlib.repr(version)} is no version").within("format")
         return cast("T", reader_of(cast("Any", kind))(record))
     except FieldError as exc:
         raise MalformedRecordError(f"{where} is not {what}: {exc}") from None
@@ -225,7 +225,7 @@ def _sequence(kind: type[Any], arguments: tuple[Any, ...]) -> Reader:
         if not isinstance(value, list):
             raise FieldError(f"{reprlib.repr(value)} is not a list")
         if not of_any_length and len(value) != len(readers):
-            raise FieldError(f"{reprlib.repr(value)} has not {len(readers)} items")
+            raise FieldError(f"{reprlib.repr(value)} does not have {len(readers)} items")
         known: list[Any] = []
         for item, reader in zip(value, cycle(readers), strict=False):
             try:

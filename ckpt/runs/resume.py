@@ -35,9 +35,9 @@ def choose_checkpoint(
     """Return the newest whole checkpoint since attempt `lineage`; None if there never was one.
 
     A damaged checkpoint is quarantined with a warning, and the next older one is tried. An object of another program in the
-    place of a manifest is skipped in the same way, but stays as it is. Where not one file of any checkpoint is there, nothing
-    is quarantined: a directory that is not mounted looks like that. Whatever listings of manifests show, none is older than one
-    whose data are listed and whose manifest is there.
+    place of a manifest is skipped in the same way, but stays as it is. If no file of any checkpoint exists, nothing is
+    quarantined: a directory that is not mounted looks like that. The result is never older than a whole checkpoint whose data
+    are listed and whose manifest exists, even if listings of manifests leave it out.
 
     Args:
         run: The run.
@@ -46,11 +46,11 @@ def choose_checkpoint(
         prove: Returns only if the checkpoint is whole; a function that keeps the files it reads may replace
             `verification.verify`.
         on_quarantine: Called with the id of each damaged checkpoint and the damage.
-        dry_run: Only look; what is damaged stays where it is.
+        dry_run: Only check; damaged checkpoints stay where they are.
 
     Raises:
-        CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; it lists them. Or if none
-            has any file.
+        CheckpointCorruptError: If checkpoints exist and all are damaged, now or at an earlier start; the error lists them. Or
+            if none has any file.
         UnsupportedFormatError: If a newer version committed the next candidate: to resume from an older one would discard it.
         StorageError: If the storage does not answer, or cannot give a file of a checkpoint, which may be whole.
 
@@ -107,10 +107,10 @@ class _Search:
         return None
 
     def take_unlisted(self, checkpoint_id: str) -> Manifest | None:
-        """Return as `take` does a checkpoint that listings have left out; None, too, if it is being pruned."""
+        """Return what `take` returns for a checkpoint that listings have left out; None also if it is being pruned."""
         if checkpoint_id in self.passed_over:
             return None
-        _logger.warning("%s does not list checkpoint %s, which is there", self.run.path, checkpoint_id)
+        _logger.warning("%s does not list checkpoint %s, which exists", self.run.path, checkpoint_id)
         with suppress(CheckpointNotFoundError):
             return self.take(ListedCheckpoint(checkpoint_id))
         return None
@@ -126,14 +126,14 @@ class _Search:
 def _unlisted(run: Run, lineage: int, chosen: Manifest | None, *, is_proven: bool) -> Iterator[str]:
     """Yield the ids of newer checkpoints than the chosen one, newest first: listings of manifests have left them out.
 
-    A gateway that answers listings with nothing, or with a part, for some seconds, would else make a training begin again.
+    A gateway that answers listings with nothing, or with a part, for some seconds, would otherwise make a training start fresh.
     Costs a listing, and a small request for each checkpoint that was not committed.
 
     Args:
         run: The run.
         lineage: The first attempt whose checkpoints count.
         chosen: The newest one that listings have shown; None if they have shown none.
-        is_proven: Whether the data of that one are there, so that a listing without them is not to be believed.
+        is_proven: Whether the data of the chosen one are known to exist, so that a listing without them cannot be believed.
 
     """
     prefix = run.layout.checkpoints
@@ -175,5 +175,5 @@ def _refuse_if_damaged(run: Run, lineage: int, passed_over: dict[str, str]) -> N
         restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])
         raise CheckpointCorruptError(
             f"run {run.name!r} in {run.storage.url} has no whole checkpoint left, and does not start fresh unasked "
-            f"(resume='never' does); `{restore}` brings one back whose damage is mended; damaged are {tried}"
+            f"(resume='never' does); `{restore}` restores one whose damage is repaired; damaged are {tried}"
         )

@@ -95,7 +95,7 @@ class Plan(Generic[C]):
 
     Attributes:
         keep: The reasons to keep each kept id: "latest", "best", "last", "every", "pinned", "in use",
-            "awaiting evaluation", "recent", "all"; of a training's prune also "deletion refused".
+            "awaiting evaluation", "recent", "all"; for a prune by a training also "deletion refused".
         drop: The checkpoints to delete, oldest first.
 
     """

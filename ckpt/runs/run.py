@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run in its storage, as the modules of this package read it; `CheckpointStore` is what users see of it.
+    """A run in its storage, as the modules of this package read it; users work with `CheckpointStore`.
 
     Attributes:
         storage: The storage of the run.
@@ -109,7 +109,7 @@ class Run:
         return [it for it in listed if it.id >= since]
 
     def exists(self, checkpoint_id: str) -> bool:
-        """Return whether `checkpoint_id` is committed; one small request for the manifest, right where a listing lags."""
+        """Return whether `checkpoint_id` is committed; one small request for the manifest, right even while listings lag."""
         return find_size(self.storage, self.layout.manifest(checkpoint_id)) is not None
 
     def keys(self, prefix: str) -> list[str]:
@@ -170,13 +170,13 @@ class Run:
             return None
 
     def leave_out(self, checkpoint_id: str, why: Exception) -> None:
-        """Warn of a checkpoint whose manifest cannot be read, and count it as such as long as this object remembers."""
+        """Warn of a checkpoint whose manifest cannot be read, and remember it as unreadable."""
         _logger.warning("checkpoint %s of run %r is left out: %s", checkpoint_id, self.name, why)
         if self.memory is not None:
             self.memory.leave_out(checkpoint_id)
 
     def is_served(self) -> bool:
-        """Return whether the storage, asked once, lists the run's attempts and gives its first object, if there is one."""
+        """Return whether the storage, without retries, lists the run's attempts and gives its first object, if there is one."""
         once = threading.Event()
         once.set()
         with suppress(StorageError, OSError), retries_ended_by(once):
@@ -220,7 +220,7 @@ class Run:
         )
 
     def read_whole(self, key: str, read: Callable[[bytes], T]) -> T:
-        """Return what `read` returns of a record's bytes, which are read again where it finds damage.
+        """Return what `read` returns for a record's bytes, which are read again if it finds damage.
 
         Args:
             key: The key of the record.
@@ -229,7 +229,7 @@ class Run:
         Raises:
             FileNotFoundError: If there is no such object.
             CheckpointCorruptError: If it is damaged.
-            StorageError: If it comes with another size than it has, as long as the storage is waited for.
+            StorageError: If reads return another number of bytes than its size, until the retries end.
 
         """
 
@@ -292,7 +292,7 @@ class Run:
             kind: Its dataclass; see `record_fields.decode`.
             key: Its key.
             what: A description of the record, with its article, for the warning.
-            key_of: Returns the key that a record belongs to, by its fields; None if they do not tell.
+            key_of: Returns the key that a record belongs to, by its fields; None if they do not determine it.
 
         Raises:
             UnsupportedFormatError: If a newer version wrote it.

@@ -32,7 +32,7 @@ def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
 
 
 def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-    """Verify as `verify` does a checkpoint whose manifest is not in the run.
+    """Verify a checkpoint whose manifest is not in the run, as `verify` does.
 
     Raises:
         CheckpointCorruptError: Naming the first file that differs in two reads.
@@ -49,7 +49,7 @@ def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -
     """Compare the bytes that were read with those that were committed.
 
     Raises:
-        CheckpointCorruptError: If it differs.
+        CheckpointCorruptError: If they differ.
 
     """
     if (got.bytes, got.digest) != (entry.bytes, entry.digest):

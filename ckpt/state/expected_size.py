@@ -20,7 +20,7 @@ _modules: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
 def expected_bytes(sizes: Iterable[int], world_size: int) -> int:
-    """Return about how many bytes each rank stages of tensors of these sizes, rather too many than too few.
+    """Return an estimate, rather too high than too low, of the bytes that each rank stages of tensors of these sizes.
 
     Args:
         sizes: The sizes of the whole tensors, each of which is stored once.
@@ -28,7 +28,7 @@ def expected_bytes(sizes: Iterable[int], world_size: int) -> int:
 
     """
     found = list(sizes)
-    slack = LEAST_SPLIT_BYTES if world_size > 1 else 0  # ranks do not split smaller ones, so that one may have as much more
+    slack = LEAST_SPLIT_BYTES if world_size > 1 else 0  # smaller tensors are not split, so one rank may have this much more
     return sum(found) // world_size + len(found) * _BYTES_OF_A_CHUNK + slack
 
 
@@ -48,8 +48,8 @@ def note_module(module: torch.nn.Module) -> None:
 def watch_steps(available_bytes: Callable[[], int]) -> None:
     """Prepare memory once an optimizer of this process has stepped twice: by then all optimizers have their tensors.
 
-    Unlike a load, a step does not tell that the training reports states at all; so this takes at most a quarter of the memory
-    that is available.
+    Unlike a load, a step does not show that the training reports states at all, so this takes at most a quarter of the
+    available memory.
 
     Args:
         available_bytes: Returns how much memory this rank can take.

@@ -153,11 +153,11 @@ class StateIndex:
 
     Attributes:
         world_size: The number of ranks that stored it.
-        block_bytes: The size of a block of raw data, each with a digest of its own.
+        block_bytes: The size of a block of raw data; each block has its own digest.
         tensors: The tensors by name.
         values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
-        arrays: What of NumPy the tensors with these names were.
-        orders: The order of the keys in dicts where `paths` yields them in another.
+        arrays: The names of the tensors that were NumPy arrays or scalars, with the kind of each.
+        orders: The order of the keys in each dict whose keys `paths` yields in a different order.
 
     """
 
@@ -193,7 +193,7 @@ class StateIndex:
 
     @classmethod
     def merged(cls, parts: Sequence[Mapping[str, Any] | None]) -> "StateIndex":
-        """Return the index of all ranks, from the `fields` of each rank's own; None for a rank without a state."""
+        """Return the index of all ranks, merged from the `fields` of each rank's index; None if a rank has no state."""
         tensors: dict[str, dict[str, Any]] = {}
         values: dict[str, ValueEntry] = {}
         arrays: dict[str, ArrayKind] = {}
@@ -216,7 +216,7 @@ class StateIndex:
 
     @classmethod
     def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":
-        """Return the index that `encode` wrote, with every entry inside its file.
+        """Return the index that `encode` wrote, after a check that every entry lies inside its file.
 
         Args:
             data: The bytes as stored.
@@ -230,7 +230,7 @@ class StateIndex:
         """
         index = decode(cls, parse(data, where, _WHAT), where, _WHAT)
         try:
-            index._check(file_bytes)  # noqa: SLF001 - its own class's
+            index._check(file_bytes)  # noqa: SLF001 - a method of this class
         except ValueError as exc:
             raise CheckpointCorruptError(f"{where} is not {_WHAT}: {exc}") from exc
         return index
@@ -266,18 +266,18 @@ class StateIndex:
         for name, path in self.paths():
             rank = rank_of(name)
             if rank is not None and rank >= self.world_size:
-                raise ValueError(f"{reprlib.repr(name)} is of a rank that {self.world_size} ranks do not have")
+                raise ValueError(f"{reprlib.repr(name)} is of a rank that does not exist among {self.world_size} ranks")
             place = (rank, *key_of(path))
             if (other := known.setdefault(place, name)) != name:
                 raise ValueError(f"{reprlib.repr(name)} has the path of {reprlib.repr(other)}")
         for name in self.arrays:
             value = self.values.get(name)
             if name not in self.tensors and (value is None or value.tensor is None):
-                raise ValueError(f"{reprlib.repr(name)} is to be an array, and is no tensor")
+                raise ValueError(f"{reprlib.repr(name)} is listed as an array, but is no tensor")
 
 
 def _check_shape(name: str, dtype: str, shape: Sequence[int]) -> None:
-    """Raise for a shape that torch cannot count: it multiplies what is not empty, too."""
+    """Raise for a shape whose size torch cannot represent; of an empty tensor, torch multiplies the other dimensions."""
     if math.prod(max(size, 1) for size in shape) * DTYPE_BYTES[dtype] >= 2**63:
         raise ValueError(f"{name!r} has the shape {reprlib.repr(list(shape))}, which no tensor has")
 
@@ -298,6 +298,6 @@ def _check_box(name: str, tensor: TensorEntry, chunk: Chunk) -> None:
 
 
 def _check_apart(name: str, tensor: TensorEntry) -> None:
-    """Raise if chunks overlap that lie inside a tensor and have its size together."""
+    """Raise if chunks overlap; they must lie inside the tensor, and their sizes must add up to its size."""
     if not lie_apart(tensor.shape, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]):
         raise ValueError(f"two chunks of {name!r} overlap")

@@ -66,7 +66,7 @@ def _value(value: ValueEntry) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _path(name: str, stored: tuple[Step, ...]) -> tuple[str | int, ...]:
-    """Return the path at which DCP restores it; a value of one rank alone gets a name of its own beside the others'."""
+    """Return the path at which DCP restores `name`; for a value of one rank alone, it ends with the rank."""
     path = [step[0] if isinstance(step, list) else str(step) for step in stored]
     rank = rank_of(name)
     if rank is None:

@@ -1,4 +1,4 @@
-"""The order of the keys in a state's dicts, which the tensors and values of an index do not have by themselves."""
+"""The order of the keys in a state's dicts, which the tensors and values of an index do not record."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,25 +37,25 @@ def key_of(path: Sequence[Step]) -> tuple[Any, ...]:
 
 
 def ordered(known: Iterable[Any], keys: Iterable[Any]) -> list[Any]:
-    """Return all of `known`: those in `keys` first, in their order."""
+    """Return all of `known`: first those in `keys`, in the order of `keys`."""
     left = dict.fromkeys(known)
     first = dict.fromkeys(key for key in keys if key in left)
     return [*first, *(key for key in left if key not in first)]
 
 
 def needed_orders(paths: Iterable[Sequence[Step]], by_rank: Mapping[int, Iterable[KeyOrder]]) -> tuple[KeyOrder, ...]:
-    """Return what a reader of `paths`, in their order, must be told to find each rank's dicts in their own order.
+    """Return the key orders that differ from that of `paths`, so that a reader can restore each rank's dicts in their order.
 
     Args:
         paths: The paths of all tensors and values, in the order of the index.
-        by_rank: The dicts that each rank had.
+        by_rank: The order of the keys in each dict that a rank had, by rank.
 
     """
     dicts: dict[tuple[Any, ...], list[tuple[int, KeyOrder]]] = defaultdict(list)
     for rank, orders in by_rank.items():
         for order in orders:
             dicts[key_of(order.path)].append((rank, order))
-    if not dicts:  # as of a state of modules and optimizers alone, however many tensors they have
+    if not dicts:  # for example a state that consists of modules and optimizers only
         return ()
     found = _children(paths, dicts)
     needed = []

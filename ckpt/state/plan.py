@@ -115,12 +115,12 @@ def plan_writes(shards: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]
 
 
 def lie_apart(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether boxes (offsets and sizes) that have a tensor's size together are apart and inside; linear in their number.
+    """Return whether boxes (offsets and sizes) with a tensor's total size are disjoint and inside it; linear in their number.
 
     They are if and only if their corners, with alternating signs, cancel out to the tensor's own. With a random number for
     each coordinate, that is one comparison of sums (the lemma of Schwartz and Zippel).
     """
-    if len(boxes) < 2:  # noqa: PLR2004 - one alone is the tensor
+    if len(boxes) < 2:  # noqa: PLR2004 - a single box is the whole tensor
         return True
     numbers: dict[tuple[int, int], int] = defaultdict(partial(randbits, 61))
 
@@ -170,7 +170,7 @@ def _rows_that_fit(shard: TensorShard, row: int, left: float) -> int:
     row_bytes = shard.bytes / shard.rows
     if rows * row_bytes <= max(left, 0.0):
         return rows
-    if shard.bytes < LEAST_SPLIT_BYTES or shard.rows == 1:  # whole, to a rank whose share has room for more than half of it
+    if shard.bytes < LEAST_SPLIT_BYTES or shard.rows == 1:  # whole, to a rank whose share has space for more than half of it
         return rows if rows * row_bytes / 2 < left else 0
     return max(0, round(left / row_bytes))
 

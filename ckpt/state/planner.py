@@ -55,7 +55,7 @@ class StateDecision:
         plan: The number of the plan of the ranks' writes; a new number is followed by a message to each rank.
         own: The values and unowned tensors that differ between ranks, or that only some ranks have, which each stores under
             a name of its own.
-        writers: The rank that stores a value that is equal on all ranks that have it, where that is not rank 0.
+        writers: The rank that stores a value that is equal on all ranks that have it, if rank 0 does not have it.
 
     """
 
@@ -80,7 +80,7 @@ class StatePlanner:
     def decide(self, described: Sequence[StateDescription | None]) -> StateDecision:
         """Return the decision for the ranks, with a new plan only where the structure of a rank's state changed.
 
-        It must be called with every description that a rank has sent, also where their report is refused.
+        It must be called with every description that a rank has sent, even if the report is refused.
 
         Args:
             described: The description of each rank, None where it reports no state.
@@ -115,7 +115,7 @@ class StatePlanner:
         return [replace(shard, name=rank_name(shard.name, rank)) if shard.name in own else shard for shard in shards]
 
     def _check_parts(self, ranks: Sequence[int]) -> None:
-        """Refuse modules and optimizers with other parts on another rank: each has one name for all ranks."""
+        """Refuse a module or optimizer that has other parts on another rank: under one name, all ranks must have the same."""
         first: dict[str, int] = {}
         for rank in ranks:
             for name, digest in self._parts[rank].items():
@@ -132,7 +132,7 @@ class StatePlanner:
         return {shard.name for shard in self._shards[rank] if shard.name.startswith(f"{name}.")}
 
     def _check_shapes(self, values: Mapping[int, Mapping[str, str]]) -> None:
-        """Refuse a name that is a value on one rank and a tensor or a container on another: no index could tell them apart."""
+        """Refuse a name that is a value on one rank and a tensor or a container on another: no index could distinguish them."""
         names = {rank: tuple(of_rank) for rank, of_rank in values.items()}
         if (checked := (self._described, names)) == self._checked:
             return
@@ -155,7 +155,7 @@ class StatePlanner:
 
 
 def _warn_of_unequal(samples: Mapping[int, Mapping[str, Sequence[str]]]) -> bool:
-    """Log a warning where a module or optimizer has other elements in the same tensors on another rank; return whether so."""
+    """Log a warning if a module or optimizer has other elements in the same tensors on another rank; return whether it did."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, of_rank in samples.items():
         for part, (names, found) in of_rank.items():

@@ -16,9 +16,9 @@ class RandomState(RankLocal):
     among them: `torch.Generator.get_state()` is a tensor, `numpy.random.Generator.bit_generator.state` a dict, and both can be
     in a state.
 
-    It is each rank's own, as `RankLocal`: it loads on as many ranks; on another number, `load_state(..., rank_local=)` is
-    called for each part with those of all former ranks, or the load raises RankLocalStateError. Leave it out of the state to
-    load into, and the generators stay as the new ranks have seeded them.
+    It is each rank's own, like a `RankLocal`, and loads on the same number of ranks. On another number, the function
+    `load_state(..., rank_local=)` is called for each part with the values of all former ranks; without that function, the load
+    raises RankLocalStateError. If it is not in the state to load into, the generators stay as the new ranks have seeded them.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ProcessGenerators:
     """The random generators of this process, which this object reads and sets; it holds nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of all states, by generator; without NumPy or a device in use, without theirs."""
+        """Return copies of all states, by generator: NumPy's only if it is installed, a device's only if it is in use."""
         import torch  # noqa: PLC0415 - importing ckpt must not import torch
 
         states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
@@ -40,7 +40,7 @@ class ProcessGenerators:
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Set the generators of `states`; what this machine does not have is left out, such as the GPU of another."""
+        """Set the generators of `states`, except for those that this machine does not have, such as a GPU's."""
         import torch  # noqa: PLC0415 - importing ckpt must not import torch
 
         random.setstate(states["python"])
@@ -52,14 +52,14 @@ class ProcessGenerators:
 
 
 def _device() -> Any:
-    """Return the type of this machine's accelerator, such as "cuda", whose module answers for the current one; None without."""
+    """Return this machine's accelerator, such as "cuda", whose module uses the current device; None if there is none."""
     import torch  # noqa: PLC0415 - importing ckpt must not import torch
 
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _is_in_use(device: Any) -> bool:
-    """Return whether this process has drawn there, or could have: to ask an unused device for its state makes a context."""
+    """Return whether this process may have drawn numbers on `device`: reading an unused device's state creates a context."""
     import torch  # noqa: PLC0415 - importing ckpt must not import torch
 
     module = torch.get_device_module(device)
@@ -68,7 +68,7 @@ def _is_in_use(device: Any) -> bool:
 
 def _numpy() -> Any:
     try:
-        import numpy as np  # noqa: PLC0415 - torch works without
+        import numpy as np  # noqa: PLC0415 - torch works without NumPy
     except ImportError:
         return None
     return np

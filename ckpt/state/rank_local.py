@@ -10,7 +10,7 @@ class RankLocal:
 
     Without the mark, ranks compare at each report the values that are in no module, optimizer or DTensor, and each stores its
     own where they differ; a module's tensors count as equal on all ranks. Each rank stores its own marked values without a
-    comparison; a load into `RankLocal(...)` restores them on the same rank of as many ranks.
+    comparison; a load into `RankLocal(...)` restores them on the same rank if the number of ranks is the same.
 
     Attributes:
         value: A tensor, a plain value, a container of them, or an object with `state_dict`.

@@ -51,9 +51,9 @@ class StateSnapshot:
         values: The plain values, as they are now.
         digests: The digests of the tensors that may differ on other ranks.
         parts: The parts of each module and each optimizer, by its name.
-        arrays: What of NumPy the leaves with these names are.
+        arrays: The names of the leaves that are NumPy arrays or scalars, with the kind of each.
         orders: The order of the keys in its dicts.
-        samples: What is in some of the tensors that count as equal on all ranks, by module and optimizer.
+        samples: Digests of some of the tensors that count as equal on all ranks, by module and optimizer.
 
     """
 
@@ -68,7 +68,7 @@ class StateSnapshot:
     samples: Mapping[str, Sequence[str]]
 
     def describe(self) -> StateDescription:
-        """Return the description for rank 0, with the structure only where it changed; it must be sent."""
+        """Return the description for rank 0, with the structure only if it changed; the caller must send it."""
         values = {value.name: value.digest for value in self.values}
         if not self.saver.has_changed(self):
             return StateDescription(values, self.digests, samples=self.samples)
@@ -166,7 +166,7 @@ class StateSaver:
         )
 
     def has_changed(self, snapshot: StateSnapshot) -> bool:
-        """Return whether the structure differs from the one that was described last, which it then is."""
+        """Return whether the structure differs from the one that was described last, and record it as described."""
         structure = (snapshot.shards, snapshot.parts)
         if structure == self._described:
             return False
@@ -213,7 +213,7 @@ class StagedState:
         writes: The rows of these parts that it stores.
         buffer: The bytes of its file of tensors, in the order of `writes`.
         values: The values that it stores, by the name to store each under.
-        arrays: What of NumPy those with these names are.
+        arrays: The names under which NumPy arrays and scalars are stored, with the kind of each.
         orders: The order of the keys in the dicts of this rank's state.
 
     """

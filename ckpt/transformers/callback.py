@@ -34,7 +34,7 @@ _resumed_from: Path | None = None
 
 
 class ReportCallback(TrainerCallback):
-    """Report every checkpoint that the Trainer saves with the metrics of its step, durable when training goes on.
+    """Report every checkpoint that the Trainer saves with the metrics of its step, durable before training continues.
 
     The checkpoint holds `checkpoint/`, the files that the Trainer wrote to `checkpoint-<step>` on any rank; each rank reports
     its own. The Trainer's directory stays unchanged, also with `upload="async"`, which copies it, and `save_total_limit`
@@ -78,7 +78,7 @@ class ReportCallback(TrainerCallback):
         model: object = None,
         **_: Any,
     ) -> None:
-        """Count on from the Trainer's first step.
+        """Begin to count at the Trainer's first step.
 
         Raises:
             ValueError: If the Trainer is one that `prepare_trainer` refuses, or begins before the checkpoint that this attempt
@@ -152,7 +152,7 @@ class ReportCallback(TrainerCallback):
 
 
 def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
-    """Return `trainer` with a ReportCallback, its own or a new one; any Trainer as it is outside of a training function.
+    """Return `trainer` with a ReportCallback, its own or a new one; outside of a training function, return it unchanged.
 
     A resume also restores what its callbacks have counted, such as the patience of EarlyStoppingCallback.
 
@@ -175,7 +175,8 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
 def resume_path() -> Iterator[str | None]:
     """Yield the `resume_from_checkpoint` with which `trainer.train` resumes from the latest checkpoint, verified, or None.
 
-    None on a fresh start, and outside of a training function. The directory exists until the block ends, so train within it.
+    It yields None on a fresh start and outside of a training function. The directory exists until the block ends, so train
+    within it.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
@@ -192,7 +193,7 @@ def resume_path() -> Iterator[str | None]:
 
 
 def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
-    # With the metrics of the evaluation, if there is one; a step is reported once.
+    # That save follows the evaluation, if there is one, and has its metrics; a step is reported once.
     return args.save_strategy == "epoch" and state.epoch is not None and state.epoch.is_integer()
 
 
@@ -222,8 +223,8 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
     check_world_size("Trainer", args.world_size, context)
     if args.enable_jit_checkpoint:
         raise ValueError(
-            "enable_jit_checkpoint would keep a rank that is told to end from ending; leave it out: ReportCallback has the "
-            "Trainer save when the training is about to be ended"
+            "enable_jit_checkpoint would keep a rank running when its termination is requested; leave it out: ReportCallback "
+            "has the Trainer save before the training ends"
         )
     folders: list[str] = gather_object([str(_output_dir(args).resolve())])
     for rank, folder in enumerate(folders):
@@ -232,7 +233,7 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
 
 
 def _warn_of_shared_folder(args: TrainingArguments, context: TrainContext) -> None:
-    """Warn in a trial of a sweep whose directory the others have, too: all trials run in one directory."""
+    """Warn in a trial of a sweep that writes to the same directory as the others: all trials run in one directory."""
     sweep, _, trial = context.run_name.rpartition("/")
     if sweep and context.world_rank == 0 and trial not in str(_output_dir(args)):
         warnings.warn(

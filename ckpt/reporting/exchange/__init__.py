@@ -1,1 +1,1 @@
-"""The messages between ranks, under keys that they share; knows no checkpoint."""
+"""The messages between ranks, under keys that they share; independent of checkpoints."""

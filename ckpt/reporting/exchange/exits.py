@@ -1,4 +1,4 @@
-"""How ranks leave a training, as all processes that share its dictionary know it."""
+"""How ranks leave a training, as recorded in the dictionary that its processes share."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from .key_value import KeyValue
 
 ExitStatus: TypeAlias = Literal["returned", "failed", "died"]
-_GET_S = 0.2  # for what is known to be set
+_GET_S = 0.2  # for keys that are known to be set
 _NUM_LEFT = "ends"
 _NUM_FAILURES = "failures"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .key_value import KeyValue
 
-_GET_S = 5.0  # for what is known to be set
+_GET_S = 5.0  # for keys that are known to be set
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,10 @@ class Node:
     """The machine of a rank, where neighbouring ranks share one.
 
     The last rank to arrive sends the messages of all its ranks, and the first one reads a decision for all. So no rank has to
-    be there before the others, and none does more than one request to the store of all ranks.
+    arrive before the others, and none sends more than one request to the store of all ranks.
 
     Attributes:
-        key_value: The dictionary that its ranks share. It may raise ConnectionError: the process that serves it is gone.
+        key_value: The dictionary that its ranks share. It raises ConnectionError once the process that serves it is gone.
         number: Its number.
         num_nodes: The number of machines.
         ranks: Its ranks.

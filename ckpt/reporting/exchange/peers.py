@@ -58,8 +58,8 @@ class Peers:
         Args:
             topic: The name of the exchange.
             mine: This rank's message.
-            meanwhile: Called on rank 0 before it waits for late ranks, and not called if all are there.
-            merge: Makes the messages of a machine one, where they are aggregated; then rank 0 returns those.
+            meanwhile: Called on rank 0 before it waits for late ranks, and not called if none is late.
+            merge: Merges the messages of a machine into one, where they are aggregated; rank 0 then returns the merged ones.
 
         """
         self._send(topic, mine, merge or pack)
@@ -184,7 +184,7 @@ class Peers:
             self._key_value.set(node.bundle_key(topic), merge(messages))
 
     def _listen_in_node(self, node: Node, topic: str) -> list[bytes] | None:
-        """Wait for what another rank of the node hands on; look from time to time whether it fails to."""
+        """Return the decision that another rank of the node hands on, or after a while rank 0's own; None if neither is set."""
         look_s = time.monotonic() + self._look_s
         while (now_s := time.monotonic()) < look_s:
             try:
@@ -233,7 +233,7 @@ class Peers:
         if self._node is not None and self.rank == 0:
             whom = f"a rank of {show_some(late)}"
         _logger.warning(
-            "rank %d has waited %g s in %s for %s, and goes on: every rank must call report() equally often",
+            "rank %d has waited %g s in %s for %s, and still waits: every rank must call report() equally often",
             *(self.rank, _SILENT_S, topic.replace("/", " "), whom),
         )
 

@@ -1,1 +1,1 @@
-"""Who leads a run: its attempts, their claims and owners, and their status."""
+"""The leadership of a run: its attempts, their claims and owners, and their status."""

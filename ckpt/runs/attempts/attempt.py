@@ -23,7 +23,7 @@ Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "canc
 EndState: TypeAlias = Ending | Literal["suspended", "yielded"]
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
 _RANK = re.compile(r"[0-9]{1,9}")
-# The first words of the error of an attempt that was interrupted, by which `Outcome.state` knows why.
+# The first words of the error of an attempt that was interrupted, by which `Outcome.state` determines the reason.
 SUSPENDED, GAVE_WAY = "suspended", "gave way"
 _INTERRUPTIONS: dict[str, EndState] = {SUSPENDED: "suspended", GAVE_WAY: "yielded"}
 
@@ -36,11 +36,11 @@ class Attempt:
         number: Counted from 1 over the life of the run.
         token: Distinguishes two claims of one number.
         owner: The leader's process.
-        world_size: The number of ranks; 0 of a sweep.
+        world_size: The number of ranks; 0 for a sweep.
         resumed_from: The path or URL of the checkpoint that its ranks restore, or None.
         lineage: The first attempt whose checkpoints this one may restore (`resume="never"` begins a new lineage).
         claimed_at: The time of the claim (UTC, ISO 8601, the owner's clock).
-        settings: How the training sorts checkpoints: its retention policy's fields.
+        settings: The fields of the training's retention policy, by which it also sorts checkpoints.
 
     """
 
@@ -87,11 +87,11 @@ class Outcome:
         attempt: Its number.
         ending: "completed", "stopped" (a sweep's decision ended it after a report), "failed", "preempted" or "cancelled".
         flow_run_id: The flow run that led it: retry budgets are counted per flow run.
-        kind: The kind of the failure, which selects its budget; None unless it failed or was preempted. "preempted" without a
-            kind was planned, such as to go on with more ranks.
+        kind: The kind of the failure, which selects its budget; None unless it failed or was preempted. A preemption
+            without a kind was planned, such as to continue with more ranks.
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error.
-        return_value: What JSON can hold of rank 0's return value, up to 1 MiB.
+        return_value: Rank 0's return value as far as JSON can represent it, up to 1 MiB.
 
     """
 
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def state(self) -> EndState:
-        """The ending as it is shown: "suspended", or "yielded" (to a more urgent flow run), where that is why it ended."""
+        """The ending as shown: "suspended" or "yielded" (to a more urgent flow run) if that was the reason, else `ending`."""
         if self.ending == "preempted" and self.kind is None:
             for words, state in _INTERRUPTIONS.items():
                 if (self.error or "").startswith(words):
@@ -114,7 +114,7 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """Whether the attempt completed, or was stopped by a sweep's decision, so that nothing of it is to be done again."""
+        """Whether the attempt completed, or was stopped by a sweep's decision, so that none of its work must be repeated."""
         return self.ending in ("completed", "stopped")
 
 
@@ -156,7 +156,7 @@ def claim_keys(run: Run) -> list[str]:
 def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Attempt], list[str]]:
     """Return the attempts with the highest number that can be read, and the keys of newer claims that cannot.
 
-    There are several with one number only if a process was killed between its claim and the withdrawal of it.
+    Several attempts have the same number only if a process was killed before it withdrew its claim.
 
     Args:
         run: The run.
@@ -182,7 +182,7 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
 
 
 def _rewrite_claim(run: Run, attempt: Attempt) -> None:
-    """Store a claim again; one changed digit of it could begin a new lineage, or make a prune keep less."""
+    """Store a claim again, with a digest: one changed digit could begin a new lineage, or make a prune keep less."""
     run.put_record(run.layout.attempt(attempt.number, attempt.token), asdict(attempt))
 
 
@@ -192,7 +192,7 @@ def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
 
 
 def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
-    """Record in a claim, and return, with how many ranks the attempt begins, where that was unknown when it was made."""
+    """Record in a claim the number of ranks that the attempt begins with, if that was unknown before; return the attempt."""
     known = replace(attempt, world_size=world_size)
     if known != attempt:
         _rewrite_claim(run, known)
@@ -211,7 +211,10 @@ def read_outcomes(run: Run) -> list[Outcome]:
 
 
 def read_outcome(run: Run, attempt: int) -> Outcome | None:
-    """Return the outcome of one attempt by a small read; None while it runs, if its leader was killed, or with a warning."""
+    """Return the outcome of one attempt by a small read; None, with a warning, if it cannot be read.
+
+    It is also None while the attempt runs, or if its leader was killed.
+    """
     return _read_outcome(run, run.layout.outcome(attempt))
 
 

@@ -1,4 +1,4 @@
-"""Whether a run has begun: a listing that names nothing of it is not believed at once."""
+"""Whether a run has begun: an empty listing is believed only after a request for the run's first object."""
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.run import Run
@@ -10,7 +10,7 @@ def has_begun(run: Run) -> bool:
     """Return whether the run exists: an attempt has claimed it, or it has checkpoints; a listing, and more requests if not.
 
     Raises:
-        StorageError: If such a listing cannot be believed.
+        StorageError: If an empty listing cannot be believed.
 
     """
 
@@ -35,17 +35,17 @@ def check_begun(run: Run) -> None:
 
 
 def lists_anything(run: Run, storage: Storage) -> bool:
-    """Return whether anything of the run is listed; what an earlier listing left out is then to be listed once more.
+    """Return whether anything of the run is listed; if so, an earlier listing that left something out must be repeated.
 
-    Costs a listing, and a request for the run's first object if there is nothing.
+    Costs a listing, and a request for the run's first object if nothing is listed.
 
     Args:
         run: The run.
         storage: Its storage, as `with_retries` gives it: each request is sent once.
 
     Raises:
-        StorageError: If nothing is listed, although the first object is there: a gateway answers each listing with a page of
-            its own, and the status of a success.
+        StorageError: If nothing is listed, although the first object exists: a gateway answers each listing with its own page
+            and a success status.
 
     """
     if next(iter(storage.list(f"{run.name}/")), None) is not None:
@@ -55,7 +55,7 @@ def lists_anything(run: Run, storage: Storage) -> bool:
     except FileNotFoundError:
         return False
     raise StorageError(
-        f"{run.storage.url} lists nothing of run {run.name!r}, and has its {run.layout.run_info}: something before the "
+        f"{run.storage.url} lists nothing of run {run.name!r}, but has its {run.layout.run_info}: something before the "
         "storage answers listings in its place"
     )
 

@@ -22,8 +22,8 @@ from .attempt import Attempt, claim_keys, newest_claims
 from .begun import lists_anything
 from .owner import Owner
 
-_LISTED_WITHIN_S = 20.0  # how long a gateway may leave out a claim, of a run whose first object is there
-_REWRITTEN_WITHIN_S = 5.0  # a claim is half there at most so long, on a storage that replaces objects in place
+_LISTED_WITHIN_S = 20.0  # how long a gateway may leave out a claim, if the run's first object exists
+_REWRITTEN_WITHIN_S = 5.0  # the longest that a claim is partly written, on a storage that replaces objects in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +44,20 @@ def claim_attempt(
 
     No conditional write is needed: every claim is a key of its own, written and then looked for. Of two claims of the same
     number, the last to list sees the other and moves on to the next number, so exactly one is the newest. A claim that is not
-    seen through is removed again, as far as the storage answers: it would fence whoever leads the run.
+    completed is removed again, as far as the storage answers: it would fence the leader of the run.
 
     Args:
         run: The run.
         owner: The process that is to lead it.
-        world_size: The number of ranks; 0 of a sweep.
+        world_size: The number of ranks; 0 for a sweep.
         lineage: The first attempt whose checkpoints it may restore; None for its own.
         settings: The fields of the retention policy.
-        known: For `claim_unless_led`: the keys of the claims that were looked at; None takes the run whoever has claimed it.
+        known: For `claim_unless_led`: the keys of the claims that were checked; None claims the run regardless of others.
 
     Raises:
         UnsupportedFormatError: If a newer version began the run.
         StorageError: If the storage fails, or does not list the claim that it has just stored.
-        CheckpointError: If the run has as many attempts as there are numbers.
+        CheckpointError: If the run has no attempt number left.
 
     """
     run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
@@ -94,11 +94,11 @@ def claim_attempt(
 
 
 class _ClaimNotListedError(StorageError):
-    """A listing leaves out the claim of this process, and the run is there."""
+    """A listing leaves out the claim of this process, although the run exists."""
 
 
 class _ClaimedMeanwhileError(Exception):
-    """Another process has claimed the run since it was looked at."""
+    """Another process has claimed the run since its claims were checked."""
 
 
 def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
@@ -108,8 +108,8 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
         claims = claim_keys(replace(run, storage=storage))
         if key not in claims:
             raise StorageError(
-                f"{run.storage.url} does not list {key}, which was stored just before: who leads run {run.name!r} cannot be "
-                "told from such listings, so no attempt was begun; try again, and give another storage if that does not help"
+                f"{run.storage.url} does not list {key}, which was stored just before: such listings do not show who leads "
+                f"run {run.name!r}, so no attempt was begun; try again, and give another storage if that does not help"
             )
         return claims
 
@@ -127,13 +127,13 @@ def claim_unless_led(
 ) -> Attempt:
     """Claim the next attempt unless a live attempt leads the run; of several concurrent claims exactly one succeeds.
 
-    Whoever finds a claim that it has not looked at came later, and looks again: right before its own claim, since
-    `refuse_if_led` may take minutes, or right after, and then it withdraws its own. So the first claim is not fenced by those
-    that are refused, or only for the moment between two neighboring requests. Costs a listing and a small read before the
-    claim.
+    A process that finds a claim that it has not checked came later, and checks again. It lists claims right before its own
+    claim, since `refuse_if_led` may take minutes, and right after it; if it finds another then, it withdraws its own. So claims
+    that are refused do not fence the first one, except for the moment between two neighboring requests. Costs a listing and a
+    small read before the claim.
 
-    A claim that cannot be read may be that of a live leader who rewrites it at this moment. If it cannot be read after five
-    seconds either, its writer was killed, or it is no claim: nobody leads by it.
+    A claim that cannot be read may be that of a live leader that is rewriting it. If it still cannot be read after five
+    seconds, its writer was killed, or it is no claim, so it is ignored.
 
     Args:
         run: The run.
@@ -163,12 +163,12 @@ def check_fence(run: Run, attempt: int) -> None:
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
-        StorageError: If nothing of the run is listed, although it is there, as long as the storage is waited for.
+        StorageError: If nothing of the run is listed, although it exists, until the retries end.
 
     """
     numbers = _numbers_from(attempt, run, run.storage)
     if attempt not in numbers:
-        with suppress(_ClaimNotListedError):  # of a storage whose requests are sent once
+        with suppress(_ClaimNotListedError):  # without retries, it is raised by the first listing
             numbers = _list_claim_again(run, attempt)
     if (newest := max(numbers, default=attempt)) > attempt:
         raise FencedError(
@@ -202,10 +202,10 @@ def _list_claim_again(run: Run, attempt: int) -> set[int]:
 
 
 def next_number(run: Run, claims: Collection[str]) -> int:
-    """Return the number of the next attempt; two listings of what is newer than the claims.
+    """Return the number of the next attempt; costs two listings, of checkpoints and outcomes newer than the claims.
 
-    Somebody may have deleted claims. Checkpoints of a lower attempt would never be the latest, and pruned in the place of it,
-    and the outcome of an earlier attempt with the same number would be that of a live one.
+    Claims may have been deleted, so newer checkpoints and outcomes count, too. Checkpoints of a lower attempt would never be
+    the latest, and would be pruned first. The outcome of an earlier attempt with the same number would count as the new one's.
 
     Args:
         run: The run.

@@ -17,7 +17,7 @@ class Owner:
     Attributes:
         flow_run_id: The Prefect flow run, or None outside one.
         host: The machine's name, its boot, and the pid namespace, outside of which a pid means nothing: two containers may
-            have one name and one boot. Outside of Linux the name alone; without a namespace where version 0.1 wrote it.
+            have the same name and boot. Outside of Linux only the name; version 0.1 wrote no namespace.
         pid: The process id.
         started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
         budget: The budgets of the flow run that its failures count against: None for the initial ones, else the Prefect

@@ -17,7 +17,7 @@ class AttemptStatus:
     Attributes:
         attempt: The attempt.
         outcome: Its recorded outcome; None while it runs, or if its leader was killed.
-        is_newest: Whether no newer claim lies there that cannot be read.
+        is_newest: Whether there is no newer claim that cannot be read.
 
     """
 
@@ -50,7 +50,7 @@ class AttemptStatus:
 
     @property
     def may_be_alive(self) -> bool:
-        """Whether the attempt may be under way, for all that its records and its machine show."""
+        """Whether the attempt may be under way, as far as its records and its machine show."""
         return self.state in ("running", "unknown")
 
 

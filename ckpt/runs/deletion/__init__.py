@@ -1,1 +1,1 @@
-"""What deletes checkpoints and their data, and the marks by which others know of it."""
+"""The deletion of checkpoints and their data, and the marks that show it to other processes."""

@@ -62,7 +62,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 
     def is_kept(checkpoint_id: str) -> bool:
-        """Look by key: a listing may have missed a manifest or a note, and a deletion is final."""
+        """Check by key: a listing may have missed a manifest or a note, and a deletion is final."""
         return run.exists(checkpoint_id) or find_size(run.storage, run.layout.quarantine(checkpoint_id)) is not None
 
     garbage = [it for it in sorted(data) if is_garbage(it) and not is_kept(it) and not is_read(run.storage, data[it])]
@@ -98,7 +98,7 @@ def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
 
 
 def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
-    """Delete the directories of ranks of older attempts that nobody has written to since then: they were killed."""
+    """Delete the directories of ranks of older attempts without a write since `before_s`: these ranks were killed."""
     folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
     if folder is None:
         return
@@ -108,15 +108,15 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
             name = info.key.removeprefix(run.layout.all_unreported).partition("/")[0]
             newest_s[name] = max(newest_s[name], info.modified_s)
     for name, modified_s in newest_s.items():
-        if modified_s < before_s:  # not by keys: a function may give its files names that are none
+        if modified_s < before_s:  # not by keys: a function may give its files names that are no keys
             with suppress(FileNotFoundError):  # another process collects garbage, too
                 (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
-    with suppress(OSError):  # it is there for those of living ranks
+    with suppress(OSError):  # it still holds directories of live ranks
         folder.rmdir()
 
 
 def _remove_emptied(run: Run, data: Collection[str], before_s: float) -> None:
-    """Remove the directories of checkpoints that a deletion has emptied which was killed before it could remove them."""
+    """Remove directories of checkpoints that a deletion emptied, but was killed before it could remove them."""
     folder = run.storage.local_path(run.layout.checkpoints.removesuffix("/"))
     if folder is None:
         return
@@ -134,7 +134,7 @@ def _quarantined(run: Run) -> dict[str, float]:
 
 
 def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
-    """Delete the data of those that are neither pinned nor restored, and return their ids."""
+    """Delete the data of expired checkpoints that are neither pinned nor restored, and return their ids."""
     deleted = []
     for checkpoint_id in sorted(expired):
         with marked(run, [checkpoint_id]) as mark:

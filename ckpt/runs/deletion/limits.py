@@ -1,4 +1,4 @@
-"""What a prune keeps whatever a policy says, since the newest attempt may need it."""
+"""The checkpoints that a prune keeps whatever a policy decides, since the newest attempt may need them."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class PruneLimits:
     Attributes:
         in_use: The ids that ranks restore.
         up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
-            None for no such limit.
+            None sets no such limit.
 
     """
 
@@ -26,10 +26,11 @@ class PruneLimits:
 def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
     """Return the limits of a prune by a process other than the leader of the newest attempt; a leader knows its own.
 
-    An attempt without an outcome is running, or its leader was killed, and then the next leader stores the reports that it left
-    unstored. So does a newer attempt whose claim cannot be read. One that has ended before its work was done may have failed to
-    store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric history. A run
-    without an attempt is looked at once more, if it has checkpoints: the listing of its claims may be a gateway's empty page.
+    An attempt without an outcome is running, or its leader was killed; then the next leader stores the reports that it left
+    unstored. A newer attempt whose claim cannot be read may be that leader. An attempt that has ended before its work was done
+    may have failed to store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric
+    history. If a run has checkpoints but no attempt, its claims are listed again: the first listing may have been a gateway's
+    empty page.
     """
     if status is None and has_begun(run):
         status = read_status(run)

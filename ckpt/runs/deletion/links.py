@@ -7,7 +7,7 @@ from prefect_torch.ckpt.runs.run import Run
 
 
 def without_targets(run: Run, data: Collection[str]) -> list[str]:
-    """Return what to delete of a checkpoint's data: of a directory that is a link, the link, whose target may be another's."""
+    """Return the keys to delete of a checkpoint's data: for a linked directory the link, as its target may be another's."""
     links = {folder: _link_to(run, folder) for folder in {key.rpartition("/")[0] for key in data}}
     return sorted({links[key.rpartition("/")[0]] or key for key in data})
 

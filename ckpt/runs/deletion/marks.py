@@ -1,10 +1,10 @@
-"""Marks of pending deletions: two processes that each write first and look then cannot miss each other.
+"""Marks of pending deletions: two processes that each write first and then look cannot miss each other.
 
 The deleting process writes a mark, then looks for anything that forbids the deletion (a pin, a manifest), and then deletes.
 The forbidding process writes its pin or manifest, then looks for a mark, then checks that everything is still there. In any
 order, one of the two sees the other and gives way. No conditional write is needed, which some storages do not offer
-(https://en.wikipedia.org/wiki/Dekker%27s_algorithm). Each of the two puts an object of its own beside what it then lists: a
-listing that does not show it is none, but what a gateway answers in the storage's place, or a listing that lags behind.
+(https://en.wikipedia.org/wiki/Dekker%27s_algorithm). Each of the two puts a witness, an object of its own, beside the
+objects that it then lists. A listing without the witness is that of a gateway in the storage's place, or lags behind.
 """
 
 import secrets
@@ -43,7 +43,7 @@ class DeletionMark:
     @property
     def is_due(self) -> bool:
         """Whether a mark must be written before anything else is deleted."""
-        # While a machine sleeps, the first of the two stands still.
+        # While a machine sleeps, the monotonic clock stands still.
         since_s = max(time.monotonic() - self._put_s, time.time() - self._put_at_s)
         return self._token is None or since_s > _RENEW_S
 
@@ -57,11 +57,10 @@ class DeletionMark:
             self._run.storage.delete(_keys(self._run, old))
 
     def pinned(self) -> frozenset[str]:
-        """Return the ids of the pinned checkpoints, by a listing that can be believed; the mark is written.
+        """Return the ids of the pinned checkpoints, by a listing that can be believed; the mark must be written.
 
         Raises:
-            StorageError: If listings of pins do not show what this deletion has put beside them, as long as the storage is
-                waited for.
+            StorageError: If listings of pins do not show this deletion's witness until the retries end.
 
         """
         assert self._token is not None
@@ -77,7 +76,7 @@ class DeletionMark:
 
 
 def _keys(run: Run, token: str) -> list[str]:
-    """Return the keys of a deletion; the mark is last, by which the other one is found if a process is killed in between."""
+    """Return the keys of a deletion; the mark is last, since it leads to the witness if a process is killed in between."""
     return [run.layout.pins_witness(token), run.layout.deletion(token)]
 
 
@@ -92,10 +91,10 @@ def marked(run: Run, ids: Iterable[str]) -> Iterator[DeletionMark]:
 def is_marked(run: Run, checkpoint_id: str) -> bool:
     """Return whether another process is about to delete `checkpoint_id`; costs a put, a listing, and a deletion.
 
-    What it has put shows that the listing is one, and the storage's clock. Each current deletion costs a small read more.
+    Its witness proves the listing, and shows the storage's clock. Each current deletion costs one more small read.
 
     Raises:
-        StorageError: If listings of marks do not show what was put beside them, as long as the storage is waited for.
+        StorageError: If listings of marks do not show the witness until the retries end.
 
     """
     witness = run.layout.deletions_witness(secrets.token_hex(8))
@@ -118,7 +117,7 @@ def _list_with(run: Run, prefix: str, witness: str, what: str) -> list[ObjectInf
         if witness not in {info.key for info in listed}:
             raise StorageError(
                 f"{storage.url} does not list {witness}, which was put just before: something before the storage answers "
-                f"listings in its place, or they lag behind, so that {what} cannot be told from others"
+                f"listings in its place, or they lag behind, so that {what} cannot be distinguished from others"
             )
         return listed
 
@@ -133,7 +132,7 @@ def remove_stale_marks(run: Run, now_s: float) -> None:
 
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:
-    """Return the ids of a mark: none if it was removed since, `unreadable` if it is torn, as it may hold any."""
+    """Return the ids of a mark: none if it was removed since, `unreadable` if it is torn, as it may hold any id."""
     if find_size(run.storage, key) is None:
         return ()
     found = (run.get_json(key) or {}).get("checkpoints")

@@ -19,7 +19,7 @@ from .marks import DeletionMark, marked
 
 
 class DeletionRefusedError(StorageError):
-    """The storage refuses to delete anything at all: these credentials may not, or it is one that nothing is deleted from."""
+    """The storage refuses every deletion: these credentials do not allow it, or the storage keeps all objects."""
 
 
 _MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
@@ -36,8 +36,8 @@ def prune(
 ) -> Plan[Manifest]:
     """Delete what `policy` drops; see `CheckpointStore.prune`.
 
-    An `attempt` that is given is the one that prunes; it deletes nothing once it is overtaken, which is looked for before the
-    first deletion and every ten minutes.
+    If `attempt` is given, it is the one that prunes. It deletes nothing once a newer attempt owns the run, which is checked
+    before the first deletion and every ten minutes.
 
     Raises:
         FencedError: If a newer attempt than `attempt` owns the run.
@@ -118,7 +118,7 @@ def _delete_all(
             num_done, num_in_a_row = num_done + 1, 0
     if failures:
         raise _failure(run, failures, num_done, len(dropped)) from failures[0][1]
-    if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection finds those of the others
+    if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection deletes the logs of the others
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
 
@@ -144,7 +144,7 @@ def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
 
 
 def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
-    """Delete the manifest, then the data; garbage collection deletes data later that another process reads in place."""
+    """Delete the manifest, then the data; data that another process reads in place is left to garbage collection."""
     layout = run.layout
     run.storage.delete([layout.manifest(manifest.id)])
     if run.memory is not None:  # a listing that still shows it must not bring it back

@@ -13,7 +13,7 @@ from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from .segments import FEW, Entry, read_index
 
 _PAGE = 1000  # objects in one answer to a listing
-_MOST_SLOW = 3  # manifests that a storage cannot give, each for as long as it is waited for
+_MOST_SLOW = 3  # manifests that a storage cannot give, each after minutes of retries
 
 
 def list_manifests(run: Run) -> tuple[list[ListedCheckpoint], list[Manifest]]:
@@ -39,8 +39,8 @@ def list_manifests(run: Run) -> tuple[list[ListedCheckpoint], list[Manifest]]:
 def read_manifests(run: Run, listed: Iterable[ListedCheckpoint], index: Mapping[str, Entry] | None = None) -> list[Manifest]:
     """Return the manifests of listed checkpoints, with attached metrics; unreadable ones are left out with a warning.
 
-    Many are read from the run's index, as far as it has them; the others cost a small read each. One that the storage refuses,
-    or cannot give, while it gives others, is unreadable, too.
+    Many are read from the run's index, as far as it has them; the others cost a small read each. A manifest that the storage
+    refuses, or cannot give, while it gives others, counts as unreadable.
 
     Args:
         run: The run.
@@ -49,7 +49,7 @@ def read_manifests(run: Run, listed: Iterable[ListedCheckpoint], index: Mapping[
 
     Raises:
         StorageError: If the storage does not answer, or cannot give several of them.
-        OSError: If it refuses all that is asked for.
+        OSError: If it refuses every request.
 
     """
     wanted = list(listed)
@@ -62,7 +62,7 @@ def read_manifests(run: Run, listed: Iterable[ListedCheckpoint], index: Mapping[
 
 
 def _indexed(run: Run, listed: Sequence[ListedCheckpoint], index: Mapping[str, Entry] | None) -> dict[str, Manifest]:
-    """Return those manifests, as they were committed, that are remembered or indexed; few are not worth the index."""
+    """Return the manifests that are remembered or indexed, as they were committed; for a few, the index is not read."""
     known = {} if run.memory is None else run.memory.recall_all(it.id for it in listed)
     unknown = {it.id: it.bytes for it in listed if it.id not in known and it.bytes is not None}
     if index is None and len(unknown) > FEW:

@@ -29,7 +29,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, parse
 
 FEW = 64  # manifests that are read one by one; as many are worth a segment
 LARGEST = FEW * 256  # entries of a segment
-_CHECKED = 256  # rows together: one that is out of the ordinary makes all of them slow
+_CHECKED = 256  # rows that are checked together: an unusual one makes the check of all slow
 _NAME = re.compile(r"(?P<count>[0-9]{6})-(?P<token>[0-9a-f]{8})\.json")
 _WHAT = "a segment of the index"
 _FIELDS = ("id", "step", "attempt", "metrics", "files", "world_size", "parent", "created_at", "metadata", "timings")
@@ -148,7 +148,7 @@ def _entry(row: Sequence[Any], where: str) -> Entry:
 
 
 def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
-    """Return the entries of all rows as `_entry` does, column by column, in a sixth of the time; None for any other value."""
+    """Return the entries of all rows as `_entry` does, column by column, in a sixth of the time; None if a value is unusual."""
     sizes, ids, steps, attempts, metrics, files, world_sizes, parents, moments, metadata, timings = zip(*table, strict=True)
     are_ordinary = (
         all_are({int}, sizes)

@@ -17,8 +17,8 @@ _AT_ONCE = 4096  # manifests that one call reads, so that it ends within seconds
 class IndexWriter:
     """Keeps the index of a run complete, and in few segments; for one thread of the run's leader.
 
-    A new segment is stored before those that it replaces are deleted. A crash in between leaves entries twice, which harms no
-    reader, and of which `repair` deletes one.
+    A new segment is stored before those that it replaces are deleted. A crash in between leaves entries in two segments, which
+    harms no reader; `repair` deletes one of the segments.
 
     Args:
         run: The run.
@@ -55,7 +55,7 @@ class IndexWriter:
         self._merge()
 
     def repair(self, listed: Sequence[ListedCheckpoint]) -> bool:
-        """Index what is missing, and delete what is of no use; return whether more is missing, for a next call.
+        """Index missing manifests, and delete useless segments; return whether more are missing, for another call.
 
         Args:
             listed: All checkpoints of the run; the same in each call.

@@ -64,7 +64,7 @@ def export_tensors(reader: StateReader, key: str, path: Path) -> None:
 
 
 def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, TensorEntry | ValueEntry]:
-    """Return the tensors below `key`, by their names there, with the entry of each.
+    """Return the tensors below `key`, with names relative to it, and the entry of each.
 
     Raises:
         ValueError: If there is none, or one that safetensors cannot represent.
@@ -89,7 +89,7 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
         raise ValueError(f"the state in {where} has no tensor below {key!r}{choice}")
     _check([*chosen], f"below {key!r} in {where}")
     if left_out:
-        _logger.warning("%s in %s: no tensor, so not in a safetensors file", show_some(left_out), where)
+        _logger.warning("%s in %s: not a tensor, so not in the safetensors file", show_some(left_out), where)
     return chosen
 
 
@@ -100,7 +100,7 @@ def _is_tensor(stored: TensorEntry | ValueEntry) -> bool:
 def _check(tensors: Sequence[Tensor], where: str) -> None:
     own = [it.name for it in tensors if rank_of(it.name) is not None]
     if own:
-        raise ValueError(f"each rank has its own of what is {where}, so that there is no whole: {show_some(own)}")
+        raise ValueError(f"each rank has its own tensors {where}, so that there is no whole: {show_some(own)}")
     unknown = [f"{it.name} is {it.dtype}" for it in tensors if it.dtype not in DTYPES]
     if unknown:
         raise ValueError(f"safetensors cannot hold everything {where}: {show_some(unknown)}")

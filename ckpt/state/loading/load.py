@@ -36,15 +36,15 @@ def load_state(
 ) -> None:
     """Restore `state` in place; see `Checkpoint.load_state`.
 
-    The files that a process of this node has downloaded from a bucket are read first. If these are damaged, those of the bucket
-    are. With `copy`, files that all ranks of this node read are downloaded by one of them.
+    The files that a process of this node has downloaded from a bucket are read first. If they are damaged, the bucket's files
+    are read. With `copy`, files that all ranks of this node read are downloaded by one of them.
 
     Args:
         source: The checkpoint.
         state: The state to restore.
         rank_and_size: This rank and the number of ranks.
-        redistribute: Called for values that were each rank's own, of another number of ranks.
-        copy: Keeps the downloads for the node's other ranks; None where there are none.
+        redistribute: Called for values that were each rank's own, if another number of ranks stored them.
+        copy: Keeps the downloads for the node's other ranks; None if this rank is alone.
 
     """
     with _opened_copy(source) as reader:
@@ -113,7 +113,7 @@ def _by_path(manifest: Manifest) -> dict[str, FileEntry]:
 
 
 def read_index(reader: StateReader) -> StateIndex:
-    """Return the index of a stored state, every entry of it inside its file.
+    """Return the index of a stored state, whose entries all lie inside their files.
 
     Raises:
         CheckpointNotFoundError: If the checkpoint holds no state.

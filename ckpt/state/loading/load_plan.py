@@ -43,7 +43,7 @@ class Node:
             for step in path:
                 node = node.children.setdefault(hashable(step), cls())
             node.names[rank_of(name)] = name
-        for order in index.orders:  # that of all ranks is before those of single ones
+        for order in index.orders:  # the order for all ranks comes before those for single ranks
             if order.rank in (None, rank) and (of_dict := root._at(order.path)) is not None:
                 children = of_dict.children
                 of_dict.children = {key: children[key] for key in ordered(children, key_of(order.keys))}
@@ -57,21 +57,21 @@ class Node:
 
 
 class LoadPlan:
-    """The reads of a load, and what is to be done with their data; reads nothing but small values that it must compare.
+    """The reads of a load, and the actions on their data; planning reads only small values that it must compare.
 
     Args:
         index: The index of the stored state.
         reader: The reader of its files.
         rank: This rank.
         world_size: The number of ranks.
-        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, where another
-            number of ranks had values of their own; None refuses.
+        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, for values that
+            were each rank's own, of another number of ranks; None refuses such a load.
 
     Attributes:
         values: The blocks of values, which are read before any tensor changes.
-        unpack: What makes values of them, and refuses those that this process cannot read.
+        unpack: The actions that decode these blocks, and refuse values that this process cannot read.
         blocks: The blocks of tensors to read then.
-        finish: The actions once they are read, in order.
+        finish: The actions once all blocks are read, in order.
         last: The actions after these: they set random generators, from which the others may draw.
         problems: The differences between what is stored and the state to load into.
         memory: The memory that is filled in place.
@@ -106,7 +106,7 @@ class LoadPlan:
 
         Raises:
             StateMismatchError: If there are problems, naming the first three.
-            RankLocalStateError: If values were each rank's own, of another number of ranks.
+            RankLocalStateError: If values were each rank's own, and another number of ranks stored them.
 
         """
         if self.problems:
@@ -124,7 +124,7 @@ class LoadPlan:
             )
 
     def attempt(self, planned: Callable[[], None]) -> bool:
-        """Plan what `planned` does, unless it finds problems: then nothing of it is left. Return whether it is planned."""
+        """Call `planned`, and undo what it planned if it finds problems; return whether it found none."""
         lists: list[list[Any]] = [self.values, self.unpack, self.blocks, self.finish, self.last, self.problems, self._of_ranks]
         before, num_problems = [len(it) for it in lists], len(self.problems)
         planned()
@@ -135,7 +135,7 @@ class LoadPlan:
         return False
 
     def name_of(self, node: Node, path: Path) -> str | None:
-        """Return the stored name of `node` for this rank; None where there is a problem, or ranks must be redistributed."""
+        """Return the stored name of `node` for this rank; None if there is a problem, or the values must be redistributed."""
         if (name := self.own_name(node)) is not None:
             return name
         as_many = self._index.world_size == self._world_size
@@ -155,7 +155,7 @@ class LoadPlan:
         return self._index.tensors.get(name) or self._index.values[name]
 
     def has_any(self, node: Node) -> bool:
-        """Return whether any value at `node` is for this rank: others may have had more in a container than it had."""
+        """Return whether any value at or below `node` is for this rank: other ranks may have had more items in a container."""
         if node.names and self._index.world_size != self._world_size:
             return None in node.names or self._redistribute is not None
         return self._rank in node.names or None in node.names or any(map(self.has_any, node.children.values()))

@@ -16,13 +16,14 @@ Names: TypeAlias = Callable[[], Sequence[str | int]]
 
 
 def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[Names], node: Node, path: Path) -> None:
-    """Plan the load of what is stored at `node` into an optimizer with the state of torch's own.
+    """Plan the load of `node` into an optimizer whose state has the form of torch's own optimizers.
 
     Args:
         plan: The plan of the load.
         optimizer: The optimizer, which may be fresh.
-        names: Return the name of each of its parameters, in its own order: as this version stores it, and as former ones did.
-        node: What is stored.
+        names: Functions that return the names of the optimizer's parameters, in its own order: first those that this version
+            stores, then those that former versions stored.
+        node: The stored optimizer.
         path: The path of the optimizer in the state.
 
     """
@@ -41,7 +42,7 @@ def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: S
     def load() -> None:
         restored = {number: get() for number, get in states.items()}
         loaded = [{**get(), "params": group["params"]} for get, group in zip(groups, _numbered(optimizer), strict=True)]
-        given = {**restored}  # ZeroRedundancyOptimizer takes out what other ranks step
+        given = {**restored}  # ZeroRedundancyOptimizer removes the states of parameters that other ranks step
         optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": given, "param_groups": loaded})
         for number, (parameter, _) in enumerate(parameters):
             if isinstance(of_parameter := optimizer.state.get(parameter), MutableMapping):
@@ -77,7 +78,7 @@ def _read_states(
 def _stored_names(
     plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[Names], node: Node, path: Path
 ) -> Sequence[str | int] | None:
-    """Return the names of the parameters that the stored groups have; None, and a problem is recorded, if they have others."""
+    """Return the names of the parameters in the stored groups; record a problem and return None if the optimizer's differ."""
     groups, where = _children(node, "param_groups"), path_name(path)
     if len(groups) != len(optimizer.param_groups):
         plan.problems.append(
@@ -111,14 +112,14 @@ def _named(names: Sequence[str | int], group: Mapping[str, Any]) -> list[str | i
 
 
 def _unset_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stored: Collection[Any]) -> list[str]:
-    """Return the options that a load of a group with the `stored` ones leaves without a value, if it is of another kind.
+    """Return the options that a load of the `stored` ones leaves without a value, if another kind of optimizer stored them.
 
-    An option that a later version has added gets a default from `__setstate__`, or its optimizer copes without it; of another
-    kind of optimizer, the checkpoint also has options that this one does not know.
+    An option that a later version has added gets a default from `__setstate__`, or its optimizer copes without it. A checkpoint
+    of another kind of optimizer also has options that this one does not have.
     """
     if {*stored} <= group.keys():
         return []
-    # A wrapper may have no defaults; torch's __setstate__ adds one of its own to them, which no group may have.
+    # A wrapper may have no defaults. torch's __setstate__ adds an option to them that the groups may lack.
     options = getattr(optimizer, "defaults", {}).keys() & group.keys()
     fresh = object.__new__(type(optimizer))
     fresh.__dict__.update(optimizer.__dict__)
@@ -143,7 +144,7 @@ def _state_like(
     like = tensors_in(optimizer.state.get(parameter, {}), path)
     has_step_on_device = group.get("fused") or group.get("capturable")
     for key, child in node.children.items():
-        if key == "step" and not has_step_on_device:  # of the shape of a scalar parameter, and read by the host at each step
+        if key == "step" and not has_step_on_device:  # shaped like a scalar parameter, but the host reads it at each step
             continue
         entry = next((plan.entry_of(name) for name in child.names.values()), None)
         at = key_of((*path, step_of(key)))

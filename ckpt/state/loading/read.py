@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 
 _SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
-_GAP_BYTES = 64 * 2**10  # a gap of this size is read along, rather than with another request
+_GAP_BYTES = 64 * 2**10  # a gap of up to this size is read as well, which is cheaper than another request
 _NUM_SLOTS = 8  # as many reads are under way at a time
 Take = Callable[[memoryview], None]
 Into = Callable[[], memoryview]
@@ -39,7 +39,7 @@ class Block:
         into: Returns the memory to read them into; None where only a part of them is wanted.
         take: Called with them once they are read and verified, or None; it must not keep the memory.
         device: The device that `take` copies them to, or None.
-        is_replicated: Whether every rank reads them, as far as one can tell: a value of all, or of a tensor read whole.
+        is_replicated: Whether every rank probably reads them: a value of all ranks, or a part of a tensor that is read whole.
 
     """
 
@@ -74,7 +74,7 @@ class StateReader:
         """Read `blocks`, neighbours together, several at a time; all are verified and delivered when this returns.
 
         Blocks for devices are delivered by threads on streams of their own. They come after the work that the calling thread
-        has queued on the devices' current streams, and before all work that anyone queues when this has returned.
+        has queued on the devices' current streams, and before all work that is queued after this returns.
 
         Raises:
             CheckpointCorruptError: If bytes are missing or differ; blocks read before stay.
@@ -85,7 +85,7 @@ class StateReader:
             return
         spans = [*_spans(blocks)]
         slots = _Slots(spans)
-        wait_for_current_streams(slots.devices)  # they may still write to the targets, or read what was in their memory before
+        wait_for_current_streams(slots.devices)  # queued work may still write to the targets, or read their old values
         for_each(spans, partial(self._read_span, slots))
 
     def read_values(self, values: Sequence[ValueEntry]) -> list[bytes]:
@@ -102,7 +102,7 @@ class StateReader:
         first = span[0]
         with slots.memory_for(span) as data:
             confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
-            for block in span:  # only now: a block that a second read repeats must not have been delivered
+            for block in span:  # only once all are verified: a second read must not repeat delivered blocks
                 part = data[block.start - first.start :][: block.bytes]
                 if block.into is not None and len(span) > 1:
                     block.into()[:] = part
@@ -138,7 +138,7 @@ def value_block(value: ValueEntry, take: Take, *, is_replicated: bool = False) -
 
 
 def stored_value(name: str, entry: ValueEntry, data: bytes, where: str) -> Any:
-    """Return the value in `data`, which are those of `entry`.
+    """Return the value that `data`, the bytes of `entry`, encode.
 
     Args:
         name: Its name.
@@ -152,7 +152,7 @@ def stored_value(name: str, entry: ValueEntry, data: bytes, where: str) -> Any:
     """
     try:
         return read_value(data)
-    except Exception as exc:  # noqa: BLE001 - whatever it is, the text is torch's
+    except Exception as exc:  # noqa: BLE001 - torch.load may raise any error
         raise StateMismatchError(
             f"{name!r} in {where}/{entry.file} is a value that torch.load(weights_only=True) does not read in this process "
             f"({why_unreadable(exc)}): if the checkpoint is your own, allow the same types as the process that reported it, by "
@@ -161,7 +161,7 @@ def stored_value(name: str, entry: ValueEntry, data: bytes, where: str) -> Any:
 
 
 class _Slots:
-    """Memory for blocks that are not read into place: as much as concurrent reads need, page-locked where one is for a GPU."""
+    """Memory for blocks that are not read into place: as much as concurrent reads need, page-locked if a block is for a GPU."""
 
     def __init__(self, spans: Sequence[Sequence[Block]]) -> None:
         self.devices = {block.device for span in spans for block in span if block.device is not None}

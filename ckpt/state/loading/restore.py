@@ -30,7 +30,7 @@ def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
     Raises:
         ValueError: If `state` is no dict.
         StateMismatchError: If a part of `state` is not stored, or has another shape or dtype; `state` is unchanged.
-        RankLocalStateError: If values were each rank's own, of another number of ranks.
+        RankLocalStateError: If values were each rank's own, and another number of ranks stored them.
 
     """
     check_is_dict(state)
@@ -115,11 +115,11 @@ class _Restore:
         name = self._plan.own_name(node)
         if name is not None and not is_plain(target) and not _has_names(target, self._plan.value_now(name)):
             self._plan.problems.append(
-                f"{name!r} is one value in the checkpoint, without what the {type(target).__name__} to load into holds"
+                f"{name!r} is one value in the checkpoint, without the items of the {type(target).__name__} to load into"
             )
 
     def _restore_tensor(self, target: torch.Tensor, node: Node, path: Path) -> Get | None:
-        """Plan the load into `target`; return a function for its new value where another part of the state has its memory."""
+        """Plan the load into `target`; return a function for its new value if it shares memory with another part."""
         own, get = (target, None) if why_unwritable(target) else self._plan.memory.own(target)
         self._fill(own, node, path)
         return None if own is target else get
@@ -160,7 +160,7 @@ class _Restore:
             return
         state = module.state_dict()
         own = {place.storage for place in self._places[id(module)]}
-        former = clean_names(module, state, with_ddp=True)  # of former versions
+        former = clean_names(module, state, with_ddp=True)  # the names that former versions stored
         names = {
             former[key] if former[key] in node.children and name not in node.children else name: key
             for key, name in clean_names(module, state).items()
@@ -183,10 +183,10 @@ class _Restore:
             self._plan.finish.append(_loads(module, state, path))
 
     def _restore_any_form(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
-        """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` becomes another.
+        """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` is replaced.
 
-        It may have another form than that of a fresh module, such as the pickled bytes of what the module has counted, or a
-        scale for each channel, of which FakeQuantize has one alone until its first batch.
+        Its stored form may differ from that of a fresh module: it may be the pickled bytes of what the module has counted, or
+        one scale for each channel, where FakeQuantize has a single scale until its first batch.
         """
         plan = self._plan
 
@@ -246,20 +246,20 @@ def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Cal
                 _load_module(module, state)
             else:
                 module.load_state_dict(state)
-        except RuntimeError as exc:  # as of a buffer that only the module itself could have given another size
-            what = f"{path_name(path)!r} does not take what is stored, and may be loaded by half"
+        except RuntimeError as exc:  # for example of a buffer that only the module itself could have resized
+            what = f"{path_name(path)!r} does not take what is stored, and may be partly loaded"
             raise StateMismatchError(f"{what}: {exc}") from exc
 
     return load
 
 
 def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what is in a module's own `state_dict()`, of which it need not take what has been read into place already.
+    """Load a module's own `state_dict()`, except for entries that it does not take and that were already read into place.
 
-    Some modules give names that they do not take, as bitsandbytes does for what belongs to 4-bit weights.
+    Some modules return names in `state_dict()` that they do not take, as bitsandbytes does for the data of 4-bit weights.
 
     Raises:
-        RuntimeError: As load_state_dict raises it, or for names that the module does not take and has other values of.
+        RuntimeError: As load_state_dict raises it, or if the module does not take a name and has another value for it.
 
     """
     found = module.load_state_dict(state, strict=False)

@@ -21,13 +21,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedReads:
-    """The reads of a state, those of a node's ranks together where they would read the same.
+    """The reads of a state, in which files that all ranks of a node need are downloaded once.
 
     Attributes:
         run: The run.
         manifest: The checkpoint.
         reader: Reads it where it was committed.
-        copy: Keeps what was downloaded until every rank of the node has it.
+        copy: Keeps the downloaded files until every rank of the node has read them.
 
     """
 

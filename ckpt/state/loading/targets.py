@@ -21,7 +21,7 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 
 def filled(target: Any, value: Any) -> Any:
-    """Return `value` in `target` itself where that is a container of the same kind, which its owner may also use elsewhere."""
+    """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`."""
     if type(target) is not type(value):
         return value
     if isinstance(target, list):
@@ -38,7 +38,7 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
     """Copy `value`, a tensor or an array, into `target`; of a DTensor, this rank's part.
 
     Raises:
-        StateMismatchError: If it is no tensor of that shape, which only a value returned by a user's function can be.
+        StateMismatchError: If `value` has another shape or is no tensor, as only the result of a user's function can be.
 
     """
     if array_kind(value) is not None:
@@ -51,7 +51,7 @@ def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:
     offsets, local = part
     if local.shape != target.shape:
         value = value[tuple(slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True))]
-    with torch.inference_mode():  # as for blocks
+    with torch.inference_mode():  # the target may be an inference tensor, which only this mode can change
         local.copy_(value)
 
 
@@ -83,7 +83,7 @@ def _why_no_memory(target: torch.Tensor) -> str | None:
 
 
 def _overlaps(target: torch.Tensor) -> bool:
-    """Return whether two elements of `target` have the same memory; costs its own size only where strides do not tell."""
+    """Return whether two elements of `target` share memory; costs memory of about its size only if strides do not show it."""
     reach, certain = 0, True
     for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
         certain = certain and (size <= 1 or stride > reach)
@@ -96,7 +96,7 @@ def _overlaps(target: torch.Tensor) -> bool:
 
 
 def does_more_than_copy(module: torch.nn.Module) -> bool:
-    """Return whether `load_state_dict` must be called, because of hooks or code of the module's own."""
+    """Return whether `load_state_dict` must be called, because of hooks or the module's own code."""
     plain = torch.nn.Module.load_state_dict
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     return type(module).load_state_dict is not plain or any(
@@ -105,7 +105,7 @@ def does_more_than_copy(module: torch.nn.Module) -> bool:
 
 
 def resizable_buffers(module: torch.nn.Module) -> set[str]:
-    """Return the names of the buffers that may get another shape by a load: those of parts with code of their own for it."""
+    """Return the names of the buffers whose shape a load may change: those of parts with their own code for loading."""
     parts = ((f"{prefix}.".lstrip("."), part) for prefix, part in module.named_modules(remove_duplicate=False))
     return {f"{prefix}{name}" for prefix, part in parts if _loads_itself(part) for name, _ in part.named_buffers(recurse=False)}
 
@@ -115,14 +115,14 @@ def _loads_itself(part: torch.nn.Module) -> bool:
 
 
 class FilledMemory:
-    """The memory that a load fills in place: that of modules, and of each other tensor that shares it with none before."""
+    """The memory that a load fills in place: that of modules, and of each other tensor that shares none with an earlier one."""
 
     def __init__(self) -> None:
         self._of_modules: list[Place] = []  # in order, and apart
         self._starts: set[int] = set()
 
     def reserve(self, places: Iterable[Place]) -> None:
-        """Keep the places of all modules' tensors for these."""
+        """Reserve the places of all modules' tensors for the modules."""
         merged = self._of_modules
         for place in sorted(places, key=lambda it: it.start):
             if merged and place.start <= merged[-1].stop:
@@ -131,11 +131,11 @@ class FilledMemory:
                 merged.append(place)
 
     def own(self, target: torch.Tensor) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Return the tensor to read `target`'s values into, and a function for what it becomes then.
+        """Return the tensor to read `target`'s values into, and a function that returns the restored tensor.
 
-        Usually both are `target` itself. Where its memory is a module's, or that of a tensor before, as of a dict that begins
-        as references to a model's parameters, both would be filled, and the values of one be lost: it is a new tensor then,
-        which takes the place of `target` unless the values are equal.
+        Usually both are `target` itself. If it shares memory with a module or an earlier tensor, as in a dict that begins as
+        references to a model's parameters, both would be read into that memory, and the values of one would be lost. Then the
+        values are read into a new tensor, which replaces `target` unless they are equal to the values in `target`.
         """
         place = place_of(target)
         if place.stop == place.start:

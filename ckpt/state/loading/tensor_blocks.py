@@ -83,7 +83,7 @@ class _Placement:
             inside = [(max(a, b), min(c, d)) for a, b, c, d in zip(lower, corner, upper, ends, strict=True)]
             if all(low < high for low, high in inside):
                 source = stored[tuple(slice(low - a, high - a) for (low, high), a in zip(inside, lower, strict=True))]
-                with torch.inference_mode():  # the part may have been made in it, which only its own threads may change else
+                with torch.inference_mode():  # the part may be an inference tensor, which only this mode can change
                     target = self.box[tuple(slice(low - b, high - b) for (low, high), b in zip(inside, corner, strict=True))]
                     target.copy_(source)
                 is_gathered = is_gathered or not target.is_contiguous()

@@ -1,1 +1,1 @@
-"""The objects of a state: what tensors and values they hold, under which names, and what of them is this rank's part."""
+"""The objects of a state: the tensors and values that they hold, the names of these, and this rank's part of each."""

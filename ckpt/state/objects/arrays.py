@@ -23,7 +23,7 @@ def tensor_of(value: Any, name: str) -> torch.Tensor:
         ValueError: Naming it, if no tensor has its dtype, or it is of a subclass with more than values.
 
     """
-    import numpy as np  # noqa: PLC0415 - there is one, since there is an array
+    import numpy as np  # noqa: PLC0415 - it is already imported, since there is an array
 
     if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
         raise ValueError(f"the array {name!r} is a {type(value).__name__}: give its parts, as plain arrays")
@@ -46,5 +46,5 @@ def as_array(value: torch.Tensor, kind: ArrayKind) -> Any:
 
 
 def _is_shareable(array: Any) -> bool:
-    """Return whether torch takes the memory of `array`: forward, in whole elements, and writable, else it warns."""
+    """Return whether torch can share the memory of `array`: not reversed, in whole elements, and writable, or torch warns."""
     return array.flags.writeable and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)

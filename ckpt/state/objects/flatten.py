@@ -35,10 +35,10 @@ class Leaf:
     Attributes:
         name: Its path joined with dots, and "@rank<r>" where it is marked as this rank's own.
         path: Its path in the state.
-        value: The tensor or plain value itself; the tensor of an array of NumPy.
+        value: The tensor or plain value itself; for a NumPy array or scalar, a tensor of its values.
         of_model: Whether it belongs to a module or an optimizer, whose tensors are equal on all ranks or sharded.
         by_first: Whether rank 0's copy is stored.
-        array: What of NumPy it is, None for all else.
+        array: Whether it is a NumPy array or scalar; None if it is neither.
 
     """
 
@@ -220,7 +220,7 @@ def _checked_key(key: object, path: tuple[Step, ...]) -> Step:
 
 
 def is_unowned(leaf: Leaf) -> bool:
-    """Return whether ranks may have different tensors there: no module, optimizer or DTensor keeps them equal or sharded."""
+    """Return whether a leaf's tensors may differ between ranks: no module, optimizer or DTensor keeps them equal or sharded."""
     return not leaf.of_model and not is_dtensor(leaf.value)
 
 

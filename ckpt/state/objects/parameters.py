@@ -17,10 +17,10 @@ class ParameterNames:
 
     Args:
         state: The state.
-        with_ddp: Whether names have the parts that DDP inserts, as those have that former versions stored.
+        with_ddp: Whether names keep the parts that DDP inserts, as in names that former versions stored.
 
     Attributes:
-        modules: The modules, without what wraps them whole.
+        modules: The modules, without their outermost wrappers.
 
     """
 
@@ -36,7 +36,7 @@ class ParameterNames:
                 self._names.setdefault(parameter, (prefix, names[name]))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
-        """Return the name of each of its parameters, in its own order; their numbers where a parameter has no name."""
+        """Return the names of an optimizer's parameters, in its own order; their numbers if a parameter has no name."""
         return joined_names(self.in_modules(optimizer))
 
     def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
@@ -45,7 +45,7 @@ class ParameterNames:
 
 
 def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
-    """Return a name for each parameter, with that of its module where there are several; numbers if one has no name."""
+    """Return a name for each parameter, after its module's if there are several modules; numbers if one has no name."""
     known = [name for name in found if name is not None]
     if len(known) < len(found):
         return list(range(len(found)))
@@ -55,7 +55,7 @@ def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """Reshard a module, so that it has its optimizer's parameters: FSDP2 leaves gathered ones after a forward alone."""
+    """Reshard a module, so that it has its optimizer's parameters: after a forward alone, FSDP2 leaves them gathered."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # none yet while a thread imports it
     sharded: list[Any] = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
     for part in sharded:
@@ -76,7 +76,7 @@ def check_not_flat(module: torch.nn.Module, name: str) -> None:
 
 
 def check_has_no_flat(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise if `optimizer` has parts of the flat parameters of FullyShardedDataParallel, other ones on each rank.
+    """Raise if `optimizer` has parts of the flat parameters of FullyShardedDataParallel, which differ on each rank.
 
     Raises:
         ValueError: If it does.
@@ -96,7 +96,7 @@ def _flat(name: str, what: str) -> str:
 
 
 def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's state has the form of torch's own; that of a wrapper may not."""
+    """Return whether an optimizer's state has the form of torch's own optimizers; a wrapper's may have another."""
     return {"state", "param_groups"} <= optimizer_state.keys()
 
 
@@ -128,16 +128,16 @@ def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool = False) -> dict[str, str]:
-    """Return the `names` of what is in `module`, each with the same without the parts that wrappers insert at any depth.
+    """Return the `names` in `module`, each with its clean name: without the parts that wrappers insert at any depth.
 
     Args:
-        module: The module, without what wraps it whole.
+        module: The module, without its outermost wrappers.
         names: The names in it.
-        with_ddp: Whether to leave the parts that DDP inserts.
+        with_ddp: Whether to keep the parts that DDP inserts.
 
     """
     cleaned = {name: _WRAPPERS.sub("", name) for name in names}
-    if with_ddp or not any("module." in name for name in cleaned.values()):  # most: their parts need not be looked at
+    if with_ddp or not any("module." in name for name in cleaned.values()):  # usual: no search of the module's parts
         return cleaned
     for inner, outer in _prefixes_of_ddp(module):
         for name, clean in cleaned.items():
@@ -147,7 +147,7 @@ def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool
 
 
 def _prefixes_of_ddp(module: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return how names in what DDP wraps within `module` begin, with and without its part; those of inner ones first."""
+    """Return the prefixes of the names that DDP wraps within `module`, with and without DDP's part; the inner ones first."""
     parts = module.named_modules(remove_duplicate=False)
     found = {_WRAPPERS.sub("", name) for name, part in parts if isinstance(part, torch.nn.parallel.DistributedDataParallel)}
     return [(f"{name}.module.", f"{name}.") for name in sorted(found, key=len, reverse=True)]

@@ -21,9 +21,9 @@ class ReplicaSampler:
         self._reports = 0
 
     def sample(self, leaves: Sequence[Leaf], parts: Collection[str]) -> dict[str, Sequence[str]]:
-        """Return what is in each of `parts`, the modules and optimizers, as two digests; nothing at most reports.
+        """Return two digests for each of `parts`, the modules and optimizers; at most reports, return nothing.
 
-        The first is of the names of up to eight tensors, the second of one element of each. Buffers are left out, of which
+        The first is of the names of up to eight tensors, the second of one element of each. Buffers are left out, since
         rank 0's are stored, and so are DTensors. Costs a few milliseconds, and a copy from each device for each part.
         """
         self._reports += 1

@@ -47,12 +47,12 @@ def has_own_operations(value: torch.Tensor) -> bool:
 
 
 def what_wraps(value: torch.Tensor) -> str:
-    """Return what a tensor is that has operations of its own."""
+    """Return a description of a tensor whose class replaces torch's operations."""
     return f"a {type(value).__name__}, which wraps others"
 
 
 def why_unstorable(value: torch.Tensor) -> str | None:
-    """Return what a tensor is whose memory does not hold all its elements; None for usual ones."""
+    """Return the reason why a tensor's memory does not hold all its elements, such as "nested"; None if it does."""
     if torch.nn.parameter.is_lazy(value):
         return "not initialized (lazy)"
     if value.is_quantized:
@@ -66,7 +66,7 @@ def why_unstorable(value: torch.Tensor) -> str | None:
 
 def is_dtensor(value: object) -> bool:
     """Return whether `value` is a DTensor, without an import of DTensors that are not in use."""
-    # A thread may be importing them, which torch's compiler does: a module in the making has no class yet.
+    # Another thread may be importing them, as torch's compiler does: a partly imported module has no class yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
@@ -80,9 +80,9 @@ class Place(NamedTuple):
     """Where this rank's part of a tensor lies in memory.
 
     Attributes:
-        storage: The address of its storage; 0 if it has none, as a tensor that wraps others.
+        storage: The address of its storage; 0 if it has none, such as a tensor that wraps others.
         start: The address of its first element.
-        stop: The address behind its last element, equal to `start` if it has none.
+        stop: The address after its last element, equal to `start` if it has none.
 
     """
 
@@ -110,7 +110,7 @@ def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | No
     """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
 
     Raises:
-        ValueError: If a DTensor's parts are partial sums, still to be reduced, or this rank's is no box of it.
+        ValueError: If a DTensor's parts are partial sums, still to be reduced, or this rank's part is no box of it.
 
     """
     if not is_dtensor(value):

@@ -83,7 +83,7 @@ def read_value(data: bytes) -> Any:
 
 
 def why_unreadable(exc: Exception) -> str:
-    """Return the reason in an exception of `read_value`, without torch's advice to read what is unsafe."""
+    """Return the reason in an exception of `read_value`, without torch's advice to load the file unsafely."""
     found = _UNREADABLE.search(str(exc))
     reason = str(exc).partition("\n")[0] if found is None else found[1]
     return f"{type(exc).__name__}: {reason}"
@@ -92,8 +92,8 @@ def why_unreadable(exc: Exception) -> str:
 def digest_tensors(leaves: Sequence[Leaf]) -> dict[str, str]:
     """Return a digest of each leaf's tensor by the leaf's name: of its dtype, shape and bytes.
 
-    Digests are equal on two ranks if these are and both tensors are on CPUs, or both on devices. Each tensor is read once, a
-    device's by the device, and one copy brings the sums of all tensors of a device.
+    Digests are equal on two ranks if these are and both tensors are on CPUs, or both on devices. Each tensor is read once, on
+    its own device, and one copy for each device brings the sums of its tensors to the host.
     """
     remote = [leaf for leaf in leaves if not leaf.value.is_cpu]
     sums = brought_to_host([sums_of_words(leaf.value.detach()) for leaf in remote])
@@ -132,7 +132,7 @@ def _is_marshalled(value: Any) -> bool:
 def _marshalled(value: Any) -> bytes:
     try:
         return marshal.dumps(value, 2)  # without references: equal values are equal bytes
-    except ValueError as exc:  # of thousands of levels
+    except ValueError as exc:  # for thousands of levels
         raise RecursionError(str(exc)) from exc
 
 
@@ -162,15 +162,15 @@ def _saved(value: Any, how: Any = pickle) -> bytes:
 
 
 class _EmptyBytes:
-    """A pickle module that writes `b""` as other bytes are; pickle's own calls `bytes()`, which torch.load does not allow."""
+    """A pickle module that writes `b""` like other bytes; Python's writes a call of `bytes`, which torch.load forbids."""
 
-    class Pickler(pickle._Pickler):  # noqa: SLF001 - Python's, the only one that can be changed
-        """Python's own, which takes ten times as long as the usual one."""
+    class Pickler(pickle._Pickler):  # noqa: SLF001 - the pickler in C cannot be changed
+        """The pickler in Python, which takes ten times as long as the one in C."""
 
         def _save_bytes(self, value: bytes) -> None:
             self.save_reduce(codecs.encode, (value.decode("latin-1"), "latin-1"), obj=value)  # type: ignore[attr-defined]  # not in its stub
 
-        dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, bytes: _save_bytes}  # noqa: SLF001 - as above
+        dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, bytes: _save_bytes}  # noqa: SLF001 - the pickler in C cannot be changed
 
 
 def _digest(data: bytes) -> str:

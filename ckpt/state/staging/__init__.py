@@ -1,1 +1,1 @@
-"""The memory that states are copied into, and the copies; knows no names and no plan."""
+"""The memory that states are copied into, and the copies; independent of names and plans."""

@@ -42,7 +42,7 @@ class StagingBuffer:
 
     Args:
         chunks: The dtype and shape of each chunk.
-        previous: A buffer that is no longer used, whose memory is reused where it suffices, and else given back first.
+        previous: A buffer that is no longer used, whose memory is reused if it is large enough, else released first.
 
     """
 
@@ -76,10 +76,10 @@ class StagingBuffer:
     def stage(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the chunks' values into the buffer; when this returns, the tensors may change.
 
-        The values are those after all work that this thread has queued on the devices' current streams. Writes on other
-        streams must be awaited by these before. Tensors of the CPU are copied while the devices copy theirs.
+        The values are those after all work that this thread has queued on the devices' current streams. These streams must
+        already wait for writes on other streams. Tensors of the CPU are copied while the devices copy theirs.
         """
-        with torch.inference_mode():  # the memory may have been allocated in it, such as by an evaluation that reports
+        with torch.inference_mode():  # the memory may have been allocated in this mode, such as by an evaluation that reports
             if all(tensor.is_cpu for tensor in tensors):
                 copy_each(self._views, tensors)
                 return
@@ -96,7 +96,7 @@ class StagingBuffer:
             self._memory.register(self._device)
 
     def reserialize(self) -> None:
-        """Write each chunk's archive as this torch's own torch.save does: only where `is_exact` is false.
+        """Write each chunk's archive as the installed torch.save does, which is needed only if `is_exact` is false.
 
         Raises:
             RuntimeError: If torch.save's archives of one dtype and shape differ in size.
@@ -128,8 +128,8 @@ def _reused_or_new(previous: StagingBuffer | None, size: int) -> HostMemory:
         memory = previous._memory  # noqa: SLF001 - of the same class, no longer used
         if len(memory.tensor) >= size:
             return memory
-        previous.data, previous._views = memoryview(b""), []  # noqa: SLF001 - as above
-        memory.release()  # before the new is allocated, or both would be there
+        previous.data, previous._views = memoryview(b""), []  # noqa: SLF001 - of the same class, no longer used
+        memory.release()  # before the new memory is allocated, or both would exist together
     return spare_memory.take(size) or HostMemory(size)
 
 

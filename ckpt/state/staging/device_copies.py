@@ -1,7 +1,7 @@
 """Copies from devices to the host: queued on each device's current stream, and awaited together.
 
-The current stream is that of the thread that reports or loads. Work of other streams on the same tensors must be awaited by it
-before, as for any other use of them.
+The current stream is that of the thread that reports or loads. It must already wait for the work of other streams on the same
+tensors, as for any other use of them.
 """
 
 import math
@@ -21,14 +21,14 @@ _FOREACH_COPY = vars(torch)["_foreach_copy_"]  # torch's optimizers use it, its 
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each of `sources` into the target at the same place, with one call instead of one per tensor."""
+    """Copy each of `sources` into the target with the same index, with one call instead of one per tensor."""
     if targets:
         _FOREACH_COPY(list(targets), list(sources), non_blocking=non_blocking)
 
 
 @contextmanager
 def queued_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Copy `sources`, tensors of any devices, into `targets`, contiguous ones of the host; they are there after the body.
+    """Copy `sources`, tensors of any devices, into `targets`, contiguous ones of the host; all have arrived after the body.
 
     The copies of each device begin before the body, which can do other work meanwhile. They take at most 64 MiB of a device's
     memory.
@@ -92,7 +92,7 @@ def sums_of_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cut_at_multiples(shape: Sequence[int], item_bytes: int, step: int, start: int = 0) -> Iterator[Cut]:
-    """Yield indices of the parts of a tensor, each of them contiguous in a contiguous one, that cross no multiple of `step`.
+    """Yield indices of the parts of a tensor that cross no multiple of `step`; in a contiguous tensor, each part is contiguous.
 
     Args:
         shape: The tensor's shape.
@@ -118,7 +118,7 @@ def cut_at_multiples(shape: Sequence[int], item_bytes: int, step: int, start: in
 
 @cache
 def stream_module(device_type: str) -> Any:
-    """Return torch's module of a device type that has streams, else None: its copies wait by themselves."""
+    """Return torch's module of a device type that has streams; None for another type, whose copies are synchronous."""
     if device_type in ("cpu", "meta") or not hasattr(torch, device_type):
         return None
     module = torch.get_device_module(device_type)
@@ -141,7 +141,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, non_blocking: b
     plain = [pair for pair in pairs if not _is_lazy(pair[1])]
     copy_each([target for target, _ in plain], [source for _, source in plain], non_blocking=non_blocking)
     for target, source in pairs:
-        if _is_lazy(source):  # torch would conjugate the target at once, before the bytes arrive
+        if _is_lazy(source):  # torch would conjugate the target immediately, before the bytes arrive
             target.copy_(source.resolve_conj().resolve_neg(), non_blocking=non_blocking)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from prefect_torch.ckpt.storage.machine.anonymous_memory import anonymous_memory
 
-REGISTRATION_BYTES = 2**30  # of one call to the driver, which holds up the training's kernel launches meanwhile
+REGISTRATION_BYTES = 2**30  # of one call to the driver, which blocks the training's kernel launches meanwhile
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs of this process
 _logger = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ class HostMemory:
     def register(self, device: torch.device) -> None:
         """Page-lock the memory for copies from and to devices of `device`'s type, unless an earlier call has tried to.
 
-        Takes longest where pages are still untouched. Where the driver refuses, or page-locks no memory but its own, the memory
-        stays pageable; a refusal is logged once in a process.
+        Takes longest where pages are still untouched. Where the driver refuses, or page-locks only memory of its own, the
+        memory stays pageable; a refusal is logged once in a process.
 
-        Copies run at full speed, and while the host goes on, only from and to page-locked memory. A single one must not cross
-        a multiple of `REGISTRATION_BYTES` from the beginning: the driver takes it for a copy that is registered in part.
+        Only copies from and to page-locked memory run at full speed and asynchronously. A single copy must not cross a multiple
+        of `REGISTRATION_BYTES` from the beginning: the driver would treat its memory as registered only in part.
         """
         is_possible = hasattr(getattr(torch, device.type, None), "cudart")
         if self._registration is not None or not is_possible or self._pages is None:
@@ -55,7 +55,7 @@ class HostMemory:
             pool.submit(self._register, self._pages, device).result()
 
     def trim(self, size: int) -> None:
-        """Give back the pages behind the first `size` bytes, before any call of `register`."""
+        """Give back the pages after the first `size` bytes; call this before `register`."""
         keep = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._pages is None or keep >= len(self.tensor):
             return
@@ -77,7 +77,7 @@ class HostMemory:
 
     def _register(self, pages: mmap.mmap, device: torch.device) -> None:
         registered = self._registered
-        # Runs when this object dies, before `tensor` and with it the pages: the driver must not know memory that is unmapped.
+        # Runs when this object dies, before `tensor` and its pages: memory must not be unmapped while it is registered.
         self._registration = weakref.finalize(self, _unregister, device, registered, os.getpid())
         if hasattr(mmap, "MADV_DONTFORK"):  # else the first write after a fork would move pages away from under the driver
             pages.madvise(mmap.MADV_DONTFORK)
@@ -95,7 +95,7 @@ class HostMemory:
 
 @contextmanager
 def _driver(device: torch.device) -> Iterator[Any]:
-    """Yield the driver, with `device` as the thread's current one: a new thread's is GPU 0, where a call makes a context."""
+    """Yield the driver, with `device` as the current one: in a new thread that is GPU 0, where a call creates a context."""
     module = torch.get_device_module(device)
     with module.device(device):
         yield module.cudart()

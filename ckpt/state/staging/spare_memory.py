@@ -1,6 +1,6 @@
 """Memory for the first report of a state, whose pages are touched in the background of the training before that report.
 
-Pages that no one has touched make the first copy into them take ten times as long as a later one.
+The first copy into untouched pages takes ten times as long as a later one.
 """
 
 import threading
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .host_memory import HostMemory
 
 LEAST_BYTES = 4 * 2**20  # below, a first copy takes a millisecond
-_PART_BYTES = 2 * 2**20  # touched between two looks at whether the memory is wanted: half a millisecond
+_PART_BYTES = 2 * 2**20  # touched between two checks of whether the memory is wanted: half a millisecond
 _PAGE_BYTES = 4096  # the smallest of any machine
 _NICER = 10
 
@@ -37,14 +37,14 @@ class SpareMemory:
         self._thread.start()
 
     def take(self) -> "HostMemory":
-        """Return the memory, touched as far as the thread came; it no longer writes to it."""
+        """Return the memory, touched as far as the thread came; the thread no longer writes to it."""
         self.stop()
         memory, self._memory = self._memory, None
         assert memory is not None
         return memory
 
     def stop(self) -> None:
-        """End the thread: a zero that it wrote after a value was staged would be stored, and no process ends well under it."""
+        """End the thread: a zero that it wrote over a staged value would be stored, and a process must not end under it."""
         self._is_wanted.set()
         self._thread.join()
 
@@ -83,7 +83,7 @@ def prepare(size: int) -> SpareMemory | None:
         size: An estimate: memory that is larger is trimmed, one that is too small is given back.
 
     """
-    global kept  # noqa: PLW0603 - as above
+    global kept  # noqa: PLW0603 - a rank is a process
     with _lock:
         if _is_expected and kept is None and size >= LEAST_BYTES:
             with suppress(OSError, RuntimeError):  # no memory, or no thread: the first report says so, if it has none either
@@ -93,11 +93,11 @@ def prepare(size: int) -> SpareMemory | None:
 
 
 def take(size: int) -> "HostMemory | None":
-    """Return the prepared memory with at least `size` bytes, cut to these; None without, or where it is too small.
+    """Return the prepared memory, cut to `size` bytes; None if there is none, or it is too small.
 
     No more is prepared afterwards, since memory that is taken is kept for all reports.
     """
-    global _is_expected  # noqa: PLW0603 - as above
+    global _is_expected  # noqa: PLW0603 - a rank is a process
     with _lock:
         _is_expected = False
     spare = release()

@@ -90,7 +90,11 @@ def test_a_late_rank_keeps_all_waiting_and_then_all_agree(store, late, monkeypat
 
     assert Attempt(store, WORLD, NODES).run(work) == [None] * WORLD
     node = next(number for number, first in ((2, 5), (1, 3), (0, 0)) if late >= first)
-    whom = f"rank 0 has waited 0.1 s in report 1 for a rank of node {node}, and goes on" if late else "for rank 0, and goes on"
+    whom = (
+        f"rank 0 has waited 0.1 s in report 1 for a rank of node {node}, and still waits"
+        if late
+        else "for rank 0, and still waits"
+    )
     assert any(whom in line for line in lines)
 
 

@@ -32,7 +32,7 @@ def test_a_rank_that_is_waited_for_is_named(tmp_path, warnings):
         session.report({})
 
     assert Attempt(CheckpointStore.open(tmp_path, "run"), 2).run(train_fn) == [None, None]
-    assert "rank 0 has waited 0.1 s in report 1 for rank 1, and goes on" in lines[0]
+    assert "rank 0 has waited 0.1 s in report 1 for rank 1, and still waits" in lines[0]
 
 
 def test_the_first_rank_that_returned_names_those_that_have_not(tmp_path, warnings):

@@ -83,7 +83,7 @@ def test_another_part_of_the_state_is_chosen_by_its_name(store, tmp_path, caplog
 
 def test_what_each_rank_has_on_its_own_has_no_whole(store, tmp_path):
     checkpoint = reported(store, lambda rank: {"model": RankLocal(torch.nn.Linear(2, 2))}, ranks=2)
-    with pytest.raises(ValueError, match=r"each rank has its own of what is below 'model' .*: weight@rank0"):
+    with pytest.raises(ValueError, match=r"each rank has its own tensors below 'model' .*: weight@rank0"):
         checkpoint.to_safetensors(tmp_path / "model")
 
 

@@ -663,7 +663,7 @@ def test_a_value_that_would_run_code_is_refused_without_the_advice_to_load_it_ne
 def test_names_that_one_value_in_the_checkpoint_does_not_have_are_refused(store, value, target):
     checkpoint = stored(store, {"it": value})
     with pytest.raises(
-        StateMismatchError, match=r"'it' is one value in the checkpoint, without what the (dict|list) to load into"
+        StateMismatchError, match=r"'it' is one value in the checkpoint, without the items of the (dict|list) to load into"
     ):
         checkpoint.load_state({"it": target})
 

@@ -161,7 +161,7 @@ def test_nobody_is_fenced_and_no_run_is_missing_for_listings_that_stay_none(stor
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     proxy.change = lambda _method, path, response: Response(200, body) if "list-type" in path else response
     for ask in (lambda: check_fence(store, claimed.number), lambda: check_begun(store)):
-        with pytest.raises(StorageError, match=r"lists nothing of run 'run', and has its run/run.json: something before"):
+        with pytest.raises(StorageError, match=r"lists nothing of run 'run', but has its run/run.json: something before"):
             ask()
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
         check_begun(CheckpointStore.open(storage, "other"))
