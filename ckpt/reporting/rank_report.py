@@ -292,5 +292,6 @@ def check_progress(progress: float | None) -> None:
         ValueError: If it is anything else.
 
     """
-    if progress is not None and not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
+    is_share = isinstance(progress, (int, float)) and not isinstance(progress, bool) and 0 <= progress <= 1
+    if progress is not None and not is_share:
         raise ValueError(f"progress={progress!r}: give a share of the training from 0 to 1")

@@ -685,7 +685,7 @@ def test_a_model_in_place_of_a_directory_is_named_by_its_type_and_not_by_all_its
         Attempt(store).session().report({}, others)
 
 
-@pytest.mark.parametrize("progress", [-0.1, 1.1, "half", float("nan")])
+@pytest.mark.parametrize("progress", [True, -0.1, 1.1, "half", float("nan")])
 def test_progress_is_a_share(store, progress):
     with pytest.raises(ValueError, match="progress"):
         Attempt(store).session().report({}, progress=progress)
