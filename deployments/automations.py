@@ -68,7 +68,7 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
 
 
 def make_resumer(trained: str) -> RunnerDeployment:
-    """Return the deployment of the flow `resume` for the deployment "flow/name"; those of two flows may have one name."""
+    """Return the deployment of the flow `resume` for the deployment "flow/name"; deployments of two flows may share a name."""
     description = (
         f"Runs crashed or silent flow runs of the deployment {trained} again. The automation of that deployment starts it."
     )
@@ -159,7 +159,7 @@ def _times(number: int) -> str:
 
 
 def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse, pool: WorkPool) -> str | None:
-    """Return the work queue of `trained`, or None, the work pool's default queue, if it has a concurrency limit.
+    """Return the work queue of `trained`, or None, the work pool's default queue, if that queue has a concurrency limit.
 
     A flow run that died silently occupies a slot of its queue until it is resumed; the resumer must not wait for that slot.
     """
@@ -168,7 +168,7 @@ def _unlimited_queue(client: SyncPrefectClient, trained: DeploymentResponse, poo
     default = None if pool.default_queue_id is None else client.read_work_queue(pool.default_queue_id)
     if default is not None and default.concurrency_limit is not None:
         warnings.warn(
-            f"what runs {trained.name!r} again when it crashes waits in the work queue {default.name!r}, which has a "
+            f"the resumer of {trained.name!r} waits in the work queue {default.name!r}, which has a "
             "concurrency limit: flow runs that died silently keep their slots there until it begins. Let the deployment "
             "have another work queue, and limit that one",
             stacklevel=3,

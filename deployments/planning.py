@@ -1,4 +1,4 @@
-"""What a deployment's next flow run would do."""
+"""The plan of a deployment's next flow run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
 
     Its grace is compared with its work pool's. In a work pool of containers, neither the function, nor the code directory, nor
     the GPUs are looked for on this machine, and a storage that would be lost with the container is a warning. Any other storage
-    is looked at from here.
+    is checked from this machine.
 
     Args:
         deployment: Its name, such as "train/nightly"; without "train/", that of a deployment of `train`.
@@ -46,7 +46,7 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
     lines = tuple(in_pool.get(line.subject, line) for line in planned.lines)
     if "storage" not in in_pool:
         return replace(planned, lines=lines)
-    return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # no container has what is stored here
+    return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # no container sees this storage
 
 
 def plan_parameters(parameters: Mapping[str, Any]) -> TrainingPlan:
@@ -95,7 +95,7 @@ def _look_at_pool(pool: WorkPool, variables: Mapping[str, Any], arguments: Mappi
 
 
 def _gpus_in(pool: WorkPool, variables: Mapping[str, Any], needed: int) -> PlanLine:
-    """Return whether a container of `pool` is asked for enough GPUs; this machine's own say nothing of that."""
+    """Return a plan's line on whether a container of `pool` requests enough GPUs; this machine's GPUs do not count."""
     ids, number = (variables.get(name, default_of(pool, name)) for name in ("gpu_ids", "num_gpus"))
     if ids:
         given, text = len(ids), f"is asked for {len(ids)} (gpu_ids)"

@@ -50,7 +50,7 @@ def make_deployment(
     Args:
         name: The deployment's name.
         train_fn: "module:function" or "path/to/file.py:function", found where the flow runs, or the function itself, which is
-            replaced by that.
+            replaced by its location.
         config: The argument of the function.
         scaling: The number of ranks, and their devices.
         run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
@@ -107,7 +107,7 @@ def deploy(
     Args:
         name: The deployment's name; an existing deployment is updated.
         train_fn: "module:function" or "path/to/file.py:function", found where the flow runs, or the function itself, which is
-            replaced by that.
+            replaced by its location.
         config: The argument of the function.
         scaling: The number of ranks, and their devices.
         run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
@@ -202,7 +202,7 @@ def read_work_pool(name: str) -> WorkPool:
     try:
         with get_client(sync_client=True) as client:
             return client.read_work_pool(name)
-    except ObjectNotFound:  # Prefect's own has no text
+    except ObjectNotFound:  # Prefect's own error has no text
         raise ValueError(
             f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
             f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
@@ -217,7 +217,7 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
 
 
 def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
-    """Return whether ranks have their grace before a worker of `pool` kills the flow run."""
+    """Return a plan's line on whether ranks have their grace before a worker of `pool` kills the flow run."""
     given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
     remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
     return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)

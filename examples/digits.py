@@ -17,7 +17,7 @@ KEPT = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="val_loss", ch
 
 
 def show_kept(result: Result) -> None:
-    """Print what is in storage, and why."""
+    """Print the stored checkpoints, and why each is kept."""
     run = Path(result.path)
     store = CheckpointStore.open(run.parent, run.name)
     reasons = store.prune(KEPT.policy(), dry_run=True).keep

@@ -1,4 +1,4 @@
-"""A Lightning training on real scans of digits with two ranks; the same name continues where it stands.
+"""A Lightning training on real scans of digits with two ranks; another start with the same name continues it.
 
     python examples/lightning_digits.py [--name NAME] [--storage WHERE] [--epochs N]
 

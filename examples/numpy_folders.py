@@ -1,4 +1,4 @@
-"""A training without torch in its loop: numpy, folders, and the error on purpose from which it continues.
+"""A training without torch in its loop: numpy, folders, and an intentional error after which it continues.
 
     python examples/numpy_folders.py
 
@@ -32,7 +32,7 @@ def move_centers(scans: Centers, centers: Centers) -> tuple[Centers, float]:
 
 
 def train_func(config: dict[str, Any]) -> dict[str, Any]:
-    """Cluster this rank's share of the scans; return with which round it began, and how good it is."""
+    """Cluster this rank's share of the scans; return its first round, and the final distance."""
     context = get_context()
     digits: Any = load_digits()
     scans: Centers = digits.data[context.world_rank :: context.world_size]

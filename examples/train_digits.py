@@ -1,4 +1,4 @@
-"""The training of examples/digits.py: plain PyTorch, nothing of Prefect in sight, so that a rank starts fast."""
+"""The training of examples/digits.py: plain PyTorch that does not import Prefect, so that a rank starts fast."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def validate(model: nn.Module, data: Any) -> dict[str, float]:
 
 
 def train_digits(config: dict[str, Any]) -> float:
-    """Train on this rank; what is random depends on the epoch alone, so that a resumed training is the same training."""
+    """Train on this rank; randomness depends only on the epoch, so a resumed training takes the same course."""
     context = get_context()
     torch.manual_seed(0)
     model = DistributedDataParallel(make_model())

@@ -1,4 +1,4 @@
-"""The training of examples/lightning_digits.py: plain Lightning, but for the three names of prefect_torch.ckpt.lightning."""
+"""The training of examples/lightning_digits.py: plain Lightning, except the names of prefect_torch.ckpt.lightning."""
 
 from typing import Any
 

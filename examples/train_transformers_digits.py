@@ -1,4 +1,4 @@
-"""The training of examples/transformers_digits.py: plain Transformers, but for two names of prefect_torch.ckpt.transformers."""
+"""The training of examples/transformers_digits.py: plain Transformers, except two names of prefect_torch.ckpt.transformers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A Transformers training on real scans of digits with two ranks; the same name continues where it stands.
+"""A Transformers training on real scans of digits with two ranks; another start with the same name continues it.
 
     python examples/transformers_digits.py [--name NAME] [--storage WHERE] [--epochs N]
 
@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=6)
     options = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as scratch:  # what continues a run lies in its storage
+    with tempfile.TemporaryDirectory() as scratch:  # a run continues from its storage alone
         result: Result = train(
             f"{Path(__file__).with_name('train_transformers_digits.py')}:train_digits",
             config={"epochs": options.epochs, "output_dir": scratch},

@@ -45,12 +45,12 @@ class Trial:
 
     Attributes:
         number: Its number, from 0.
-        config: Its function's config, with that of all trials.
+        config: The config of its function, including the config that all trials share.
         metrics: The newest value of each metric that it reported.
         state: "completed", "stopped" (by the scheduler), "paused", "running" or "failed".
         reason: Why it was stopped or paused, or its error; None otherwise.
         run: The name of its run, in the sweep's storage.
-        storage: That storage.
+        storage: The sweep's storage.
 
     """
 
@@ -80,12 +80,12 @@ class Trial:
         except FileNotFoundError:
             return None
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute
+    if not TYPE_CHECKING:  # so that a type checker reports unknown attributes
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, for an attribute of its result or of Ray's trials with where that is."""
+            """Raise AttributeError; for an attribute of its result or of Ray's trials, name the equivalent."""
             if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+                return object.__getattribute__(self, name)  # raises again the error of a property that raised AttributeError
             at = f"result.{name}" if not name.startswith("_") and hasattr(Result, name) else _OF_RAYS_TRIALS.get(name)
             hint = "" if at is None else f": write trial.{at}"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
@@ -99,7 +99,7 @@ class SweepResult:
         name: The sweep's name.
         path: Its local path or URL.
         trials: Its trials, by number.
-        metrics: What was optimized.
+        metrics: The optimized metrics.
         modes: Whether a low ("min") or a high ("max") value of each is good.
 
     """
@@ -195,12 +195,12 @@ class SweepResult:
             ]
         )
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute
+    if not TYPE_CHECKING:  # so that a type checker reports unknown attributes
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, for an attribute of Ray's results with what to write."""
+            """Raise AttributeError; for an attribute of Ray's results, name the equivalent."""
             if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # the own error of a property that raised AttributeError
+                return object.__getattribute__(self, name)  # raises again the error of a property that raised AttributeError
             hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -220,7 +220,7 @@ class SweepResult:
 
         Raises:
             FileNotFoundError: If there is no such sweep.
-            MalformedRecordError: If what it searches cannot be read.
+            MalformedRecordError: If its definition cannot be read.
             JournalDamagedError: If its journal is damaged, unless `partial`.
 
         """
@@ -238,7 +238,7 @@ class SweepResult:
 
         Args:
             run: The sweep.
-            definition: What it searches.
+            definition: Its definition.
             history: Its trials.
 
         """
@@ -258,12 +258,12 @@ def _seen(trial: Trial, metric: str) -> SeenTrial:
 
 
 def _warn_of_lost_ends(run: Run, trials: History) -> None:
-    """Warn if the sweep has completed, and trials go on by its journal; costs nothing if none does."""
+    """Warn if the sweep has completed while trials are running in its journal; costs no request if none is running there."""
     going_on = [number for number, trial in trials.items() if trial.state == "running"]
     status = run.leave_out_newer(lambda: read_status(run)) if going_on else None
     if status is not None and status.is_completed:
         _logger.warning(
-            "sweep %r has completed, and trial %d is running by its journal: its last entries are lost, as after a "
+            "sweep %r has completed, but trial %d is running in its journal, whose last entries are lost, as after a "
             "restore of an older backup; start the sweep again as before, which records how its trials have ended",
             run.name,
             going_on[0],
@@ -280,5 +280,5 @@ def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
 
 
 def _score(trial: Trial, metric: str, mode: str) -> float | None:
-    """Return a value of which a lower one is better; None if there is none."""
+    """Return the value of a metric, negated if a high one is better; None if it is no finite number, or the trial failed."""
     return score_in(trial.metrics, trial.state, metric, mode)

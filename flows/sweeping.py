@@ -74,20 +74,20 @@ def sweep(
         dict[str, Any],
         shown_as(
             "Space",
-            'What is searched, as JSON: {"lr": {"kind": "loguniform", "low": 0.0001, "high": 0.1}}. Kinds: uniform, '
+            'The parameters to search, as JSON: {"lr": {"kind": "loguniform", "low": 0.0001, "high": 0.1}}. Kinds: uniform, '
             "loguniform, randint, choice, grid.",
         ),
     ],
     config: Annotated[
         dict[str, Any] | None,
         WithoutNull(),
-        shown_as("Config", "What all trials have, as JSON.", default={}),
+        shown_as("Config", "The config that all trials share, as JSON.", default={}),
     ] = None,
     search: Annotated[
-        SearchConfig | None, WithoutNull(), shown_as("Search", "What is optimized, by how many trials, and how.")
+        SearchConfig | None, WithoutNull(), shown_as("Search", "The metric, the number of trials, and the search method.")
     ] = None,
     scaling: Annotated[
-        ScalingConfig | None, WithoutNull(), shown_as("Scaling", "How many ranks each trial has, and on what.")
+        ScalingConfig | None, WithoutNull(), shown_as("Scaling", "The number of ranks of each trial, and their devices.")
     ] = None,
     run: Annotated[
         RunConfig | None, WithoutNull(), shown_as("Run", "The sweep's name, the location of its records, and how it starts.")
@@ -104,28 +104,28 @@ def sweep(
         BeforeValidator(none_if_empty),
         shown_as(
             "Trials on",
-            "The deployment of the flow train whose flow runs the trials are, such as train/gpu. When empty, they run here.",
+            "The deployment of the flow train that runs the trials, such as train/gpu. When empty, they run in this process.",
             default="",
         ),
     ] = None,
 ) -> SweepResult:
     """Search a space by trials, each of which is a training of its own.
 
-    The function is any training function; `report` and `get_checkpoint` are all it knows. A trial that fails costs that trial.
-    A killed sweep goes on when it is started again with the same name: what has ended stays, and what ran resumes from its
-    checkpoints. The result can be read at any time: `SweepResult.from_storage(storage, name)`.
+    The function is any training function; it needs only `report` and `get_checkpoint`. A failed trial does not affect others.
+    A killed sweep continues when it is started again with the same name: ended trials stay as they are, and trials that ran
+    resume from their checkpoints. The result can be read at any time: `SweepResult.from_storage(storage, name)`.
 
     Args:
         train_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
-        space: What is searched: a config in which some values are domains, such as `loguniform(1e-4, 1e-1)`.
-        config: What all trials have.
-        search: What is optimized, by how many trials, and how.
+        space: The space to search: a config in which some values are domains, such as `loguniform(1e-4, 1e-1)`.
+        config: The config that all trials share.
+        search: The metric, the number of trials, and the search method.
         scaling: The ranks of each trial. One rank without a GPU if None.
         run: The sweep's name, the location of its records, and how it starts; a trial's run is "<name>/trial-0007-<8 hex>".
         checkpoint: Which checkpoints each trial keeps. All if None.
         failure: How often each trial is restarted.
-        trials_on: The deployment of the flow `train` whose flow runs the trials are, such as "train/gpu": its work pool brings
-            the machines. None for this process, each trial's ranks being task runs.
+        trials_on: The deployment of the flow `train` that runs each trial as a flow run, such as "train/gpu", on the machines
+            of its work pool. If None, trials run in this process, and their ranks are task runs.
 
     Raises:
         ValueError: If an argument is invalid; nothing was started.
@@ -172,7 +172,7 @@ def sweep(
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
                 trials = DeployedTrials(training, searched, led, trials_on, function)
-            # A sweep that is suspended goes on to its end: its trials could not tell that from a failure.
+            # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
             with (
                 outlast_api_outages(),
                 spared_from_suspension(),
@@ -188,7 +188,7 @@ def sweep(
 
 
 def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
-    """Cancel the flow runs of trials with which a sweep that begins again has nothing to do, and remove their pins."""
+    """Cancel the flow runs of the former trials of a sweep that begins again, and remove their pins."""
     if are_questions_expected(led):
         cancel_flow_runs([trial for trial in trials if trial.state == "running"], "the sweep begins again without its trials")
     for trial in trials:
@@ -197,11 +197,11 @@ def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:
-    """Return why no trial ran, and what to give for another search: Ray's Tuner begins a new one under a name used again."""
+    """Return why no trial ran, and how to begin a new search, as Ray's Tuner does under a name that was used before."""
     spent = f"the time budget of {search.time_budget_s:g} s is used up" if searched.is_over_budget else "none was left"
     return (
-        f"no trial ran: {spent}, so the result is that of the sweep before; another RunConfig.name begins a new sweep, "
-        "resume='never' this one again"
+        f"no trial ran: {spent}, so the result is the earlier one; another RunConfig.name begins a new sweep, and "
+        "resume='never' begins this one again"
     )
 
 
@@ -214,7 +214,7 @@ def _training(
     failure: FailureConfig,
     trials_on: str | None,
 ) -> tuple[Training, str]:
-    """Return what all trials have in common, and the name of the function; its location where they are flow runs elsewhere."""
+    """Return the training that all trials share, and the function's name, or its location if trials run in a deployment."""
     storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
     working_dir = None
     if trials_on is None:

@@ -7,10 +7,10 @@ from prefect_torch.tasks.gang.machine.agent import main
 @click.command()
 @click.argument("leader", metavar="HOST:PORT")
 @click.option("--name", help="This machine's name in messages; its host name by default.")
-@click.option("--slots", type=click.IntRange(min=1), help="For how many ranks there is room at most; 1 by default.")
-@click.option("--gpus", is_flag=True, help="Take a free GPU for each rank, and have room for no more ranks.")
+@click.option("--slots", type=click.IntRange(min=1), help="The largest number of ranks to start; 1 by default.")
+@click.option("--gpus", is_flag=True, help="Take a free GPU for each rank, and start no rank without one.")
 def agent(leader: str, name: str | None, slots: int | None, *, gpus: bool) -> int:
-    """Start ranks on this machine, as the flow that waits at HOST:PORT orders.
+    """Start ranks on this machine, as requested by the flow at HOST:PORT.
 
     A cluster runs this on each of its machines (see ScalingConfig.cluster). The key of the attempt is in
     PREFECT_TORCH_AGENT_KEY, or is the first line of stdin. The agent ends, and its ranks with it, when the flow does.

@@ -54,7 +54,7 @@ def open_named_storage(text: str) -> Storage:
 
 
 def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:
-    """Let a server that is started to load a block take a minute, as it may where a flow starts it."""
+    """Allow a server that is started to load a block a minute for its start, as flows do."""
     if not is_block_slug(text):
         return nullcontext()
     from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect

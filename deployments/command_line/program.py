@@ -100,7 +100,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return _fail("interrupted", INTERRUPTED)
         return _fail("there was no answer, so nothing was done", 1)
     except (CheckpointError, ValueError, OSError) as exc:
-        is_of_system = isinstance(exc, PermissionError) and exc.errno is not None  # the storages' own say what to do
+        is_of_system = isinstance(exc, PermissionError) and exc.errno is not None  # the storages' own errors say what to do
         advice = "; run it as a user with access, or give credentials" if is_of_system else ""
         return _fail(f"{exc}{advice}", 1)
     return outcome if isinstance(outcome, int) else 0

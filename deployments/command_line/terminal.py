@@ -18,7 +18,7 @@ _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an i
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise it for the caller, instead of exiting."""
+        """Raise BrokenPipeError for the caller, instead of exiting."""
         raise BrokenPipeError
 
 
@@ -62,7 +62,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, rig
 
     Args:
         columns: The names.
-        rows: As many cells each.
+        rows: The rows, each with a cell per column.
         right: The columns with numbers.
 
     """

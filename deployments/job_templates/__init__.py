@@ -4,7 +4,7 @@
 - docker: `num_gpus` or `gpu_ids`, `shared_memory`, and an init process that forwards signals; the machine needs NVIDIA's
   container toolkit. Docker gives each container the first `num_gpus` of the machine: for concurrent flow runs, give all of them
   (-1) and `ipc_mode="host"`, so that trainings see each other's locks, or work pools with different `gpu_ids`. A template with
-  `num_gpus=0` asks for no driver; for AMD's GPUs give such a one `devices=["/dev/kfd", "/dev/dri"]`.
+  `num_gpus=0` requests no driver; for AMD's GPUs, also give `devices=["/dev/kfd", "/dev/dri"]`.
   A cancelled flow run has 30 seconds, the limit of Docker workers. `container_create_kwargs` cannot be merged, so the parts
   that trainings need are separate variables: `ipc_mode`, `ulimits`, `devices`, `cap_add`, ….
 - kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
@@ -54,7 +54,7 @@ def job_template(kind: Kind, **defaults: Any) -> dict[str, Any]:
 
 
 def _request_gpus(template: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Ask Docker for a driver only where there are to be GPUs, and for their number only where they are not named."""
+    """Request a driver from Docker only if there are to be GPUs, and a number of GPUs only if they are not named."""
     options, variables = template["job_configuration"]["container_create_kwargs"], template["variables"]["properties"]
     if not defaults.get("num_gpus", 1) and not defaults.get("gpu_ids"):
         del options["device_requests"], variables["num_gpus"], variables["gpu_ids"]

@@ -1,4 +1,4 @@
-"""Ray Train's Lightning examples: the callback saves after every epoch, fit goes on from its file; names of imports are others.
+"""Ray Train's Lightning examples: the callback saves after every epoch, fit continues from its file; the imported names differ.
 
 python examples/ray_train/lightning_resume.py
 """

@@ -1,4 +1,4 @@
-"""Ray Train's "restore training state", native PyTorch: an error on purpose, then on from the checkpoint; imports are others.
+"""Ray Train's "restore training state", native PyTorch: an intentional error, then a resume; the imports differ.
 
 python examples/ray_train/pytorch_resume.py
 """

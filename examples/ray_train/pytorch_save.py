@@ -1,4 +1,4 @@
-"""Ray Train's "save a checkpoint", native PyTorch: every rank reports, rank 0 saves; only the imports are others.
+"""Ray Train's "save a checkpoint", native PyTorch: every rank reports, rank 0 saves; only the imports differ.
 
 python examples/ray_train/pytorch_save.py
 """

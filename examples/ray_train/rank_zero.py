@@ -57,7 +57,7 @@ def train_func(config: dict[str, Any]) -> int:
 if __name__ == "__main__":
     from prefect_torch.flows import RunConfig, ScalingConfig, train
 
-    # Again with the same name and storage, and with more epochs, it goes on.
+    # Started again with the same name and storage and with more epochs, it continues.
     result = train(
         f"{__file__}:train_func",
         config={"num_epochs": 3},

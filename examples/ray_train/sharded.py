@@ -1,4 +1,4 @@
-"""Ray Train's "save checkpoints from multiple workers": each rank saves the part of a sharded model that it has.
+"""Ray Train's "save checkpoints from multiple workers": each rank saves its part of a sharded model.
 
 python examples/ray_train/sharded.py
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 
 def own_part(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank has of each parameter."""
+    """Yield this rank's part of each parameter."""
     for name, parameter in model.named_parameters():
         whole: Any = parameter.detach()
         yield name, whole.to_local() if isinstance(whole, DTensor) else whole

@@ -11,13 +11,13 @@ from transformers_callback import load_scans, make_model
 
 
 class MyReportCallback(transformers.TrainerCallback):
-    """Reports what was logged since the last save, with what was saved."""
+    """Reports the values logged since the last save, with the saved files."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, Any] = {}
 
     def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
-        """Remember what is logged."""
+        """Remember the logged values."""
         self.metrics.update(logs or {})
 
     def on_save(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:

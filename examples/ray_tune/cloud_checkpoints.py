@@ -2,7 +2,7 @@
 
     python examples/ray_tune/cloud_checkpoints.py s3://bucket/sweeps
 
-Started again, also on another machine and after a kill, it goes on. Without an argument it stores in ./demo-checkpoints.
+Started again, also on another machine and after a kill, it continues. Without an argument it stores in ./demo-checkpoints.
 """
 
 import sys

@@ -10,7 +10,7 @@ from prefect_torch.ckpt import get_checkpoint, report
 
 
 def train_fn(config: dict[str, Any]) -> int:
-    """Return the epoch that it began with."""
+    """Return the epoch that this attempt began with."""
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=config["lr"])
     state: dict[str, Any] = {"weight": weight, "optimizer": optimizer, "epoch": -1}

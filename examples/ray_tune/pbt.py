@@ -21,7 +21,7 @@ def train_fn(config: dict[str, Any]) -> None:
     if checkpoint:
         checkpoint.load_state(state)
     for group in optimizer.param_groups:
-        group["lr"] = config["lr"]  # the checkpoint of another trial has that one's
+        group["lr"] = config["lr"]  # the checkpoint of another trial has that trial's rate
     for iteration in range(state["iteration"] + 1, config["iterations"] + 1):
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()

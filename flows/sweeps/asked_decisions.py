@@ -1,6 +1,6 @@
-"""Decisions on trials in other processes: asked by their leaders and answered by the sweep, through the storage that all have.
+"""Decisions on trials in other processes: requested by the trials' leaders and answered by the sweep, through their storage.
 
-<sweep>/deployed.json                    trials of the sweep are led by flow runs of a deployment, which ask
+<sweep>/deployed.json                    exists while flow runs of a deployment lead the sweep's trials
 <sweep>/asked/<trial>-<token>.json       a question of a trial's leader
 <sweep>/answered/<trial>-<token>.json    the sweep's answer
 """
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
-    """Let the leaders of the sweep's trials ask it from now on, or no more; answers that nobody waits for are deleted."""
+    """Record whether the leaders of the sweep's trials send it questions, and delete answers that no leader waits for."""
     unread = {stem(key): key for key in sweep.keys(f"{sweep.name}/answered/")}
     for token in sweep.keys(f"{sweep.name}/asked/"):  # listed after the answers, whose readers delete the question first
         unread.pop(stem(token), None)
@@ -39,12 +39,12 @@ def expect_questions(sweep: Run, *, are_expected: bool) -> None:
 
 
 def are_questions_expected(sweep: Run) -> bool:
-    """Return whether the trials of the sweep are led by other processes, which ask it."""
+    """Return whether the trials of the sweep are led by other processes, which send it questions."""
     return sweep.get_json(_marker(sweep)) is not None
 
 
 def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDecisions | None":
-    """Return how the leader of a run asks its sweep; None if it belongs to none that leads it, or to one that has ended.
+    """Return the decisions of the sweep of a run; None if the run is no trial, or its sweep answers no questions or has ended.
 
     Args:
         trial: The run.
@@ -65,14 +65,14 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
 
 @dataclass(frozen=True, slots=True)
 class AskedDecisions:
-    """Asks the sweep at the reports of a trial that this process leads.
+    """Requests the sweep's decisions at the reports of a trial that this process leads.
 
     Attributes:
         sweep: The sweep.
         trial: The trial's name within it.
-        is_terminated: Whether to wait no longer.
+        is_terminated: Returns whether to stop waiting.
         longest_wait_s: How long to wait for an answer: a sweep that was killed may be started again.
-        sleep: Waits between two looks.
+        sleep: Waits between two reads of the answer.
 
     """
 
@@ -83,7 +83,7 @@ class AskedDecisions:
     sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
 
     def points(self) -> DecisionPoints | None:
-        """Return the reports that ask.
+        """Return the reports at which the sweep decides.
 
         Raises:
             TimeoutError: If the sweep does not answer.
@@ -96,7 +96,7 @@ class AskedDecisions:
         return None if found is None else decode(DecisionPoints, found, "the answer", "the points of a decision")
 
     def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the sweep's decision; without an answer the trial ends here, and the sweep decides when it goes on."""
+        """Return the sweep's decision; without one, the trial stops here, and the sweep decides when it is started again."""
         answer = self._ask({"request": asdict(request)})
         if answer is None:
             _logger.warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
@@ -122,11 +122,11 @@ class AskedDecisions:
 
 
 def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | None]) -> int:
-    """Answer what the leaders of trials have asked, and return how many were answered; costs a listing if none was asked.
+    """Answer the questions of the trials' leaders, and return how many were answered; costs a listing if there are none.
 
     Args:
         sweep: The sweep.
-        decides_on: Returns what decides on the trial of that name; None if it is none that runs: its question waits.
+        decides_on: Returns the decision maker for the run of that name; None if no trial has that run: its question waits.
 
     """
     asked = {stem(key): key for key in sweep.keys(f"{sweep.name}/asked/")}
@@ -134,12 +134,12 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
     for token, key in asked.items():
         decides = decides_on(token.rpartition("-")[0])
         if decides is None or sweep.get_json(_answered(sweep, token)) is not None:
-            continue  # not to be answered, or not read yet
-        question = sweep.get_json(key)  # after its answer, since whoever has read that takes back the question first
+            continue  # there is no decision, or the last answer is not read yet
+        question = sweep.get_json(key)  # after its answer, since a leader that has read that deletes the question first
         if question is None:
             continue
         sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
-        if sweep.get_json(key) is None:  # its trial waited no longer, and has looked for the answer before it was there
+        if sweep.get_json(key) is None:  # its leader stopped waiting, and may have deleted the answer before it was stored
             sweep.storage.delete([_answered(sweep, token)])
         answered += 1
     return answered

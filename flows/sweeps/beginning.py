@@ -1,4 +1,4 @@
-"""What a start of a sweep goes on from: what the sweep searches, and its journal so far."""
+"""The state from which a start of a sweep continues: its definition, and its journal so far."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What one start of a sweep goes on from.
+    """The state from which one start of a sweep continues.
 
     Attributes:
-        definition: What the sweep searches.
+        definition: The definition of the sweep.
         journal: The journal, to which this start appends.
         events: The events so far; none if the sweep begins again.
         is_fresh: Whether it begins again.
-        former: The trials of the sweep before, if it begins again.
+        former: If it begins again, the trials before; else none.
 
     """
 
@@ -35,21 +35,21 @@ class Beginning:
 
 
 def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_be_fresh: bool) -> Beginning:
-    """Read the journal of a claimed sweep, and store what it searches if that is new or changed.
+    """Read the journal of a claimed sweep, and store its definition if that is new or changed.
 
-    A warning names runs that the journal does not know, since its last entries are lost.
+    A warning names runs that are missing in the journal, whose last entries are lost then.
 
     Args:
         led: The sweep.
         claimed: The attempt that leads it.
-        given: What its caller asks for.
+        given: The definition that its caller gives.
         has_seed: Whether the caller chose the seed.
         may_be_fresh: Whether the sweep begins again, unless this flow run has begun it again before; a damaged journal is
             replaced then.
 
     Raises:
         JournalDamagedError: If the journal is damaged.
-        ValueError: If it searches something else than before.
+        ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
     entries, events = _read(led, may_be_new=may_be_fresh)
@@ -63,14 +63,14 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
 
 
 def _read(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event]]:
-    """Return a sweep's journal so far, and its events; one that may begin again begins a new journal if its own is damaged."""
+    """Return a sweep's journal so far, and its events; a damaged journal is replaced if the sweep may begin again."""
     try:
         entries = read_journal(led)
         return entries, whole_events_of(led, entries)
     except JournalDamagedError as exc:
         if not may_be_new:
             raise
-        get_run_logger().warning("a new journal is begun: %s", exc)
+        get_run_logger().warning("a new journal replaces the damaged one: %s", exc)
         delete_journal(led)
         return [], []
 
@@ -81,7 +81,7 @@ def _warn_of_lost_entries(led: Run, events: Iterable[Event]) -> None:
     if lost:
         get_run_logger().warning(
             "the storage has %s of trials that the journal of sweep %r does not know, such as %s: its last entries are lost, "
-            "as after a restore of an older backup; what they had is searched anew, in new runs",
+            "as after a restore of an older backup; their work is repeated, in new runs",
             show_count(len(lost), "run"),
             led.name,
             lost[-1],

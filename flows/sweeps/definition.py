@@ -1,4 +1,4 @@
-"""What a sweep searches, as its storage has it: the same for every process that leads it."""
+"""The definition of a sweep in its storage: the same for every process that leads the sweep."""
 
 import secrets
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _WHAT = "what a sweep searches"
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What a sweep searches.
+    """The definition of a sweep: what it searches, and how.
 
     Attributes:
         function: The location of the training function.
@@ -68,7 +68,7 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
 
 
 def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a trial's function: what all trials have, with what was chosen; dicts are merged."""
+    """Return the config of a trial's function: the config of all trials, updated with the chosen values; dicts are merged."""
     merged = {**config, **chosen}
     for key in config.keys() & chosen.keys():
         if isinstance(config[key], Mapping) and isinstance(chosen[key], Mapping):
@@ -82,7 +82,7 @@ def read_definition(run: Run) -> Definition | None:
 
 
 def require_definition(run: Run) -> Definition:
-    """Return the definition of a sweep that is there.
+    """Return the definition of an existing sweep.
 
     Raises:
         FileNotFoundError: If there is no such sweep.
@@ -101,14 +101,14 @@ def require_definition(run: Run) -> Definition:
 
 
 def find_definition(run: Run, given: Definition) -> Definition | None:
-    """Return the definition that a sweep goes on with; None if there is no such sweep.
+    """Return the stored definition, with which a sweep continues; None if there is no such sweep.
 
     Args:
         run: The sweep.
-        given: What its caller asks for.
+        given: The definition that its caller gives.
 
     Raises:
-        ValueError: If it searches something else than before.
+        ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
     known = read_definition(run)
@@ -122,16 +122,16 @@ def find_definition(run: Run, given: Definition) -> Definition | None:
 
 
 def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: bool) -> Definition:
-    """Return the definition that the sweep goes on with, stored if it is new or changed.
+    """Return the definition with which the sweep continues, and store it if it is new or changed.
 
     Args:
         run: The sweep.
-        given: What its caller asks for.
+        given: The definition that its caller gives.
         has_seed: Whether the caller chose the seed.
         is_fresh: Whether the sweep begins again, whatever it searched before.
 
     Raises:
-        ValueError: If it searches something else than before.
+        ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
     known = None if is_fresh else find_definition(run, given)

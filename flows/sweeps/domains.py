@@ -1,4 +1,4 @@
-"""The domains of a space as users give them and as it is stored, JSON; and the space that they describe."""
+"""The domains of a space, as users give them and as JSON stores them, and the space that they describe."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def _domain(kind: str, **fields: Any) -> Domain:
 
 
 def _listed(values: Any) -> Any:
-    """Return the values in a sequence, an array or a range; a text, a dict or a set stays, and is refused."""
+    """Return the values in a sequence, an array or a range; a text, a dict or a set is unchanged, and refused later."""
     return values if isinstance(values, str | bytes | Mapping | AbstractSet) else list(values)
 
 
@@ -88,7 +88,7 @@ def parse_space(space: Mapping[str, Any]) -> Nested:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a part of a space as it is read from storage again: a tuple is a list."""
+    """Return a part of a space as it is read back from storage: a tuple becomes a list."""
     return json.loads(json.dumps(value))
 
 
@@ -124,7 +124,7 @@ def _parse(value: Any, place: str) -> Node:
 
 
 def _refuse_domains(value: Any, place: str) -> None:
-    """Raise if a list holds a domain, of which nothing would be chosen: a parameter has a name."""
+    """Raise if a list holds a domain: a parameter needs a name, so nothing would be chosen from it."""
     if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
         raise ValueError(
             f"space{place} is a domain in a list, and each value that is chosen needs a name: give a dict instead of the list, "
@@ -179,9 +179,9 @@ def _parse_real(domain: Mapping[str, Any], place: str) -> Real:
 
 
 def _last(low: float, high: float, step: float) -> float:
-    """Return the largest number of steps above `low` that is not above `high`, in the decimals in which they are written.
+    """Return the last value that is a number of steps above `low` and not above `high`, computed in decimals.
 
-    As `optuna.distributions.FloatDistribution` does; in binary, 0.1 is in 1 nine times.
+    `optuna.distributions.FloatDistribution` does the same; in binary, 1 // 0.1 is 9.
     """
     first, last, width = (Decimal(repr(number)) for number in (low, high, step))
     return float(first + (last - first) // width * width)

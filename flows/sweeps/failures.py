@@ -34,7 +34,7 @@ class Failures:
     has_completed: bool
 
     def raise_if_too_many(self, most: int | None) -> None:
-        """Raise if more than `most` have failed, or at least three for want of the metric while none has completed.
+        """Raise if more than `most` have failed, or at least three because they lack the metric while none has completed.
 
         Raises:
             SweepFailedError: With the first error.
@@ -65,5 +65,5 @@ class Failures:
 
 
 def _remedy(reason: str | None) -> str:
-    """Return how failed trials are tried again: another start of the sweep alone raises the same error, without a trial."""
+    """Return how to start failed trials again: another start of the sweep without this raises the same error."""
     return _AFRESH if (reason or "").startswith(NO_METRIC) else _RESTARTED

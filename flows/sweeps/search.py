@@ -1,4 +1,4 @@
-"""The decisions of a sweep: which trial runs next, and how one has ended; each is recorded before anything follows from it."""
+"""The decisions of a sweep: which trial runs next, and how one has ended; each is recorded before it takes effect."""
 
 import math
 import secrets
@@ -35,7 +35,7 @@ from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
 _ITERATION = "training_iteration"
-_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED = 60.0, 0.01  # of a time budget, of which a kill loses so much
+_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED = 60.0, 0.01  # of a time budget: a kill loses the larger of these at most
 
 
 class Search:
@@ -45,7 +45,7 @@ class Search:
         search: The configuration.
         space: The space.
         seed: The seed.
-        recorded: The trials so far, and how more of them is recorded.
+        recorded: The record of the trials so far, to which events are added.
         sweep: The sweep's name.
         pin: Pins a checkpoint of a trial for the run of the given name, and returns its id and the number of reports up to it,
             as far as the storage has them; None if there is none.
@@ -53,7 +53,7 @@ class Search:
 
     Attributes:
         metrics: The names of the metrics that are optimized.
-        recorded: The trials, and how more of them is recorded.
+        recorded: The record of the trials.
         trials: Every trial, by number.
         num_trials: How many trials there will be.
 
@@ -94,16 +94,16 @@ class Search:
         self._led = attempt, config
 
     def use_config(self) -> None:
-        """Record that all trials that start or go on from here on have the config with which this process leads the sweep.
+        """Record that all trials that start or resume from here on have the config with which this process leads the sweep.
 
-        What has ended before, though its end was not recorded, had the one before.
+        Trials that ended before, even if their end was not recorded, had the previous config.
         """
         attempt, config = self._led
         if config != self.recorded.common:
             self.recorded.record(SweepLed(attempt, config=config))
 
     def record_time(self) -> None:
-        """Record now and then how much of a time budget is used: no event of a trial may come before a kill, for hours."""
+        """Record now and then how much of a time budget is used, since no event of a trial may record it for hours."""
         budget_s, used_s = self._search.time_budget_s, self._used_s
         if budget_s is not None and used_s - self._recorded_s >= max(_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED * budget_s):
             with self.recorded.lock:
@@ -138,7 +138,7 @@ class Search:
             return None if promoted is None else self._resume(promoted)
 
     def points(self, number: int, count_reports: Callable[[], int]) -> DecisionPoints | None:
-        """Return the reports at which a trial asks; None if it need not.
+        """Return the reports at which a trial needs a decision; None if it needs none.
 
         Args:
             number: The trial.
@@ -152,7 +152,7 @@ class Search:
         return DecisionPoints(time_attr, trial.milestone, self._scheduler.asks_always, stop, before)
 
     def first_decision(self, number: int) -> float | None:
-        """Return the time at whose first checkpoint it is decided on a trial; None if checkpoints decide nothing."""
+        """Return the time from which a trial's first checkpoint needs a decision; None if checkpoints need none."""
         return None if self._scheduler.asks_always else self._scheduler.first_milestone(number)
 
     def give_up(self, error: Exception) -> None:
@@ -160,7 +160,7 @@ class Search:
         self._error = error
 
     def decide(self, number: int, request: DecisionRequest) -> Verdict:
-        """Return whether a trial goes on after a report; the decision is recorded, and the same when it is asked for again."""
+        """Return whether a trial goes on after a report; the decision is recorded, and returned again for the same report."""
         with self.recorded.lock:
             trial, metrics = self.trials[number], request.metrics
             score = find_score(metrics, self._search.metrics[0])
@@ -168,9 +168,9 @@ class Search:
             at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
             at = at if at is not None and math.isfinite(at) else math.nan
             report = RungReport(at, value, request.checkpoint, request.num_reports)
-            if trial.reports and _is_same(trial.reports[-1], report):  # a leader asks again: this process was started again
+            if trial.reports and _is_same(trial.reports[-1], report):  # asked again after a restart of this process
                 return Verdict(trial.state == "running", trial.milestone)
-            if score is None or len(self.metrics) > 1:  # several are no matter of a scheduler, and Optuna takes none on the way
+            if score is None or len(self.metrics) > 1:  # of several, no scheduler decides, and Optuna takes no reports
                 return self._decide_by_limit(trial, request)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
@@ -195,7 +195,7 @@ class Search:
             return Verdict(decision.state == "running", decision.milestone)
 
     def _decide_by_limit(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
-        """Return that a trial goes on to a report with the metric, and asks there; at a limit, it fails if it lacks one."""
+        """Return that a trial continues, unless it has reached a limit: then it ends, and has failed if it lacks a metric."""
         limit = reached_limit(self._search, request)
         if limit is None:
             return Verdict(True, trial.milestone)
@@ -214,18 +214,18 @@ class Search:
         return self._scheduler.decide(history, trial.number) if limit is None else Decision("completed", reason=limit)
 
     def _clone(self, number: int, clone: Clone) -> Cloned | None:
-        """Return the run in which a trial goes on from another's checkpoint, pinned before; None if that has none."""
+        """Pin another trial's checkpoint, and return the run in which a trial continues from it; None if there is none."""
         source, run = self.trials[clone.source], self._new_run(number)
         pinned = self._pin(source, run)
         if pinned is None:
             return None
         checkpoint, counted = pinned
-        # The storage may lack the latest records of a source that runs, and knows more if the decision's checkpoint was pruned.
+        # The storage may lack a running source's latest records, and has newer ones if the decision's checkpoint was pruned.
         before = max(counted, source.reports[-1].num_reports if source.reports else 0)
         return Cloned(run, dict(clone.config), Source(source.number, source.run, checkpoint), before)
 
     def _tell(self, trial: TrialRecord, state: str, metrics: Metrics) -> None:
-        """Tell the study of a trial that has paused or ended."""
+        """Add a trial that has paused or ended to the study."""
         if trial.is_cloned:  # its values are not those of the config that was suggested
             return
         known = (it for it in trial.reports if is_score(it.value) and not math.isnan(it.time))
@@ -252,7 +252,7 @@ class Search:
         return self.recorded.used_s + self._clock() - self._started_s
 
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
-        """Record that the run of a trial has ended; a completed one has failed if it lacked a metric, unless that is judged."""
+        """Record that the run of a trial has ended; a completed one has failed if it lacks a metric, unless `is_judged`."""
         with self.recorded.lock:
             trial = self.trials[number]
             if end.outcome == "completed" and not is_judged:

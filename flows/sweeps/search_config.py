@@ -13,7 +13,7 @@ from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_
 Mode = Literal["min", "max"]
 _HIGH_IS_GOOD = frozenset({"acc", "accuracy", "auc", "auroc", "f1", "reward"})
 _DEFAULTS = "Ray's default, which cannot be changed"
-_OF_RAY = {  # of its create_scheduler
+_OF_RAY = {  # names that Ray's create_scheduler takes
     **dict.fromkeys(("async_hyperband", "asynchyperband"), "give 'asha'"),
     **dict.fromkeys(("median_stopping_rule", "medianstopping"), "give 'median'"),
     "hb_bohb": "give 'hyperband', and sampler='tpe'",
@@ -22,7 +22,7 @@ _OF_RAY = {  # of its create_scheduler
     "resource_changing": "leave it out: ScalingConfig(num_workers=(fewest, most)) lets each attempt take what there is",
 }
 SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "qmc", "random", "grid")
-_SEARCHERS_OF_RAY = {  # of its create_searcher
+_SEARCHERS_OF_RAY = {  # names that Ray's create_searcher takes
     **dict.fromkeys(("optuna", "hyperopt", "bohb"), "tpe"),
     **dict.fromkeys(("ax", "bayesopt", "hebo"), "gp"),
     "nevergrad": "cmaes",
@@ -31,10 +31,10 @@ _SEARCHERS_OF_RAY = {  # of its create_searcher
 
 
 class SearchConfig(FormModel):
-    """What is searched for, and how."""
+    """The configuration of a search."""
 
     _instead_of: ClassVar = {
-        "num_samples": "give num_trials, which counts the trials; none with a grid, of which each combination then comes once",
+        "num_samples": "give num_trials, which counts the trials; with a grid leave it out, to try each combination once",
         "search_alg": "give sampler, by name, or an Optuna sampler as 'module:function'",
         "max_concurrent_trials": "give max_concurrent",
         "points_to_evaluate": "give initial_points",
@@ -74,7 +74,7 @@ class SearchConfig(FormModel):
         default=None,
         ge=1,
         title="Trials",
-        description="How many trials there are. When empty, 10; with a grid, every combination, which more trials repeat.",
+        description="How many trials there are. When empty, 10, or every combination of a grid; more trials repeat these.",
     )
     max_concurrent: int = Field(default=1, ge=1, title="Concurrent trials", description="How many trials run at once.")
     sampler: str | None = Field(
@@ -84,7 +84,7 @@ class SearchConfig(FormModel):
         "an Optuna sampler. When empty, tpe, or grid if the space has one.",
     )
     seed: int | None = Field(
-        default=None, ge=0, le=2**32 - 1, title="Seed", description="Of all suggestions. Drawn once when empty."
+        default=None, ge=0, le=2**32 - 1, title="Seed", description="The seed of all suggestions. Drawn once when empty."
     )
     initial_points: list[dict[str, Any]] = Field(
         default=[], title="First", description="Configs, or parts of them, that are tried first."
@@ -171,7 +171,7 @@ class SearchConfig(FormModel):
     @field_validator("initial_points", mode="before")
     @classmethod
     def _with_numbers(cls, points: object) -> object:
-        return with_numbers(points)  # as those of a row of a DataFrame are numpy's
+        return with_numbers(points)  # the numbers in a row of a DataFrame are numpy's
 
     @field_validator("time_budget_s", mode="before")
     @classmethod
@@ -182,7 +182,7 @@ class SearchConfig(FormModel):
     @classmethod
     def _refuse_no_end(cls, number: object) -> object:
         if number == -1:
-            raise ValueError("there is no search without an end: give more trials than time_budget_s lets begin")
+            raise ValueError("a search has a limited number of trials: give more trials than time_budget_s lets begin")
         return number
 
     @field_validator("sampler", "pruner", mode="before")

@@ -40,7 +40,7 @@ class Constant:
 
     value: Any
 
-    def suggest(self, name: str, draw: Draw) -> Any:  # noqa: ARG002 - as the others
+    def suggest(self, name: str, draw: Draw) -> Any:  # noqa: ARG002 - the signature of all nodes
         """Return a value, as `draw` chooses."""
         return self.value
 
@@ -50,7 +50,7 @@ class Constant:
             raise ValueError(f"{name} is {self.value!r} in the space, not {value!r}")
         return {}
 
-    def points(self, name: str) -> Iterator[Parameters]:  # noqa: ARG002 - as the others
+    def points(self, name: str) -> Iterator[Parameters]:  # noqa: ARG002 - the signature of all nodes
         """Yield the parameters of every value."""
         yield {}
 
@@ -114,7 +114,7 @@ class Choice:
 
     Attributes:
         options: The options.
-        labels: What is chosen among: the options themselves where they are plain and differ, else their numbers.
+        labels: The values to choose among: the options themselves where they are plain and differ, else their numbers.
         is_grid: Whether every option must be tried.
 
     """
@@ -147,7 +147,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """A dict whose values are chosen each for itself."""
+    """A dict whose values are chosen independently."""
 
     items: tuple[tuple[str, "Node"], ...]
 
@@ -177,7 +177,7 @@ Node: TypeAlias = Constant | Real | Integer | Choice | Nested
 
 
 def has_grid(node: Node) -> bool:
-    """Return whether a value of the space must be tried with all others."""
+    """Return whether the space has a grid, whose every option must be tried."""
     return any(isinstance(it, Choice) and it.is_grid for it in _walk(node))
 
 
@@ -194,7 +194,7 @@ def has_domains(node: Node) -> bool:
 
 
 def parameter_names(node: Node, name: str = "") -> Iterator[str]:
-    """Yield the name of each parameter, of every option of a choice."""
+    """Yield the name of each parameter, including those of every option of a choice."""
     if isinstance(node, Nested):
         for key, inner in node.items:
             yield from parameter_names(inner, _join(name, key))
@@ -206,7 +206,7 @@ def parameter_names(node: Node, name: str = "") -> Iterator[str]:
 
 
 def num_points(node: Node) -> int:
-    """Return how many values there are, without making them; a continuous one counts as one."""
+    """Return how many values there are, without making them; a continuous domain counts as one value."""
     if isinstance(node, Nested):
         return prod(num_points(inner) for _, inner in node.items)
     if isinstance(node, Choice):

@@ -10,7 +10,7 @@ _ENDED = ("completed", "stopped")
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """What the best trials leave to delete.
+    """The checkpoints that are not among those of the best trials.
 
     Attributes:
         stopped: The paused trials that must be recorded as stopped first, since they cannot go on without a checkpoint.
@@ -23,10 +23,10 @@ class Excess:
 
 
 def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str, mode: str) -> Excess:
-    """Return what is to be deleted so that the best trials alone keep checkpoints.
+    """Return the checkpoints to delete so that only the best trials keep theirs.
 
-    Those that may go on keep theirs, and so do failed ones, which `restart_errored` restarts. A run that another trial begins
-    from stays until that has reported. Only trials that have come to an end are compared: a trial that may go on may get worse.
+    Trials that may continue keep their checkpoints, and so do failed ones, which `restart_errored` restarts. A run that another
+    trial begins from stays until that trial has reported. Only trials that cannot continue are compared: others may get worse.
 
     Args:
         history: The trials.

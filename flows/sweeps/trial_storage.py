@@ -1,6 +1,6 @@
-"""A trial's run in the storage: how it has ended, what it reported and was not decided, what is pinned and deleted of it.
+"""A trial's run in the storage: its end, its reports without a decision, its pins, and the deletion of its checkpoints.
 
-<sweep>/last-pin.json    the runs of the trial whose checkpoint was pinned last, and of the one that is to begin from it
+<sweep>/last-pin.json    the run whose checkpoint was pinned last, and the run that is to begin from it
 """
 
 import math
@@ -27,10 +27,10 @@ from prefect_torch.tasks.rank.tracebacks import first_line
 
 
 def status_of_start(run: Run, flow_run_id: str | None) -> AttemptStatus | None:
-    """Return the status of a trial's newest attempt; None if this flow run has led none: it has not trained.
+    """Return the status of a trial's newest attempt; None if this flow run has led no attempt, so that it has not trained.
 
-    How an earlier attempt has ended says nothing of this start: that of a paused trial was "stopped". A flow run that another
-    one has overtaken has trained, and the trial ends as the newest attempt does.
+    The end of an earlier attempt says nothing about this start: the attempt of a paused trial ended as "stopped". A flow run
+    that another one has overtaken has trained, and the trial ends as the newest attempt does.
 
     Args:
         run: The run of the trial.
@@ -46,14 +46,14 @@ def status_of_start(run: Run, flow_run_id: str | None) -> AttemptStatus | None:
 
 
 def end_of(run: Run, outcome: Outcome) -> TrialEnd | None:
-    """Return how a trial has ended, by the outcome of its newest attempt: what Prefect says may be an outage's.
+    """Return how a trial has ended, by the outcome of its newest attempt: Prefect's state may come from an outage.
 
     Args:
         run: The run of the trial.
         outcome: The outcome.
 
     Returns:
-        None if it goes on unless the search has decided otherwise: it was terminated, or stopped after a report.
+        None if it was terminated, or stopped after a report: it continues, unless the search has decided otherwise.
 
     """
     if outcome.ending in ("preempted", "stopped"):
@@ -75,7 +75,7 @@ def end_of_returned(run: Run, value: object) -> TrialEnd:
 
 
 def metrics_in(value: object) -> Metrics:
-    """Return the metrics in a dict that a function has returned, without what is none."""
+    """Return the metrics in a dict that a function has returned, without values that are no metrics."""
     found: Metrics = {}
     for name, item in value.items() if isinstance(value, dict) else ():
         with suppress(ValueError):  # a curve, or a model
@@ -99,15 +99,15 @@ def _count_up_to(records: Sequence[MetricRecord], manifests: Sequence[Manifest],
 
 
 def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> Iterator[DecisionRequest]:
-    """Yield the committed reports of a trial that ask for a decision which was not recorded.
+    """Yield the committed reports of a trial that need a decision which was not recorded.
 
-    The first one on which can be decided was left by a kill, since the ranks wait for the decision. Those before lack what is
-    decided by, and the trial has gone on.
+    The first one that allows a decision was left by a kill, since the ranks wait for the decision. Earlier ones lack the metric
+    or the time, so the trial continued.
 
     Args:
         run: The run of the trial.
         trial: The trial.
-        points: The reports that ask.
+        points: The reports that need a decision.
 
     """
     if points is None:
@@ -126,7 +126,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
 
 
 def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[str, int] | None:
-    """Pin the checkpoint of a trial's newest decision, or its newest one if that is gone; None if there is none.
+    """Pin the checkpoint of a trial's newest decision, or its newest checkpoint if that one is gone.
 
     Args:
         storage: The storage of the sweep.
@@ -134,12 +134,12 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
         clone: The name of the run that begins from it.
 
     Returns:
-        Its id, and the number of the trial's reports up to it, as far as the storage has them.
+        Its id, and the number of the trial's reports up to it, as far as the storage has them; None if there is none.
 
     """
     store = CheckpointStore.open(storage, source.run)
     sweep, _, leaf = source.run.rpartition("/")
-    # Before the pin, of which the journal's next entry alone tells.
+    # Before the pin, which otherwise only the journal's next entry records.
     store.put_record(_last_pin(sweep), {"source": leaf, "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
@@ -152,7 +152,7 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
 
 
 def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
-    """Pin a checkpoint, and return whether it is there: it may have been pruned, since the source has gone on."""
+    """Pin a checkpoint, and return whether it exists: it may have been pruned while the source continued."""
     try:
         store.pin(checkpoint_id, _token(clone))
     except CheckpointNotFoundError:
@@ -167,7 +167,7 @@ def unpin_source(storage: StorageSpec, source: Source, clone: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _LastPin:
-    """The names of the run that was pinned last, and of the run for which it was, within their sweep."""
+    """The names of the run that was pinned last, and of the run that begins from it, within their sweep."""
 
     source: str
     clone: str

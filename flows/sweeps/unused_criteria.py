@@ -1,4 +1,4 @@
-"""Warnings of stop criteria and schedulers that decide nothing on a trial, as no report has what they need."""
+"""Warnings about stop criteria and schedulers that never decide on a trial, since no report has what they need."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +10,14 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 
-_FIRST_LOOK_S = 60.0  # at trials that run, which only a limit may end; each next look is twice as late
+_FIRST_LOOK_S = 60.0  # before the first look at running trials, which may have no other end; each next look is twice as late
 _ENOUGH_REPORTS = 10
 
 
 class UnusedCriteria:
-    """Warns once of each limit, and of the scheduler, that it has decided nothing on a trial, and why.
+    """Warns once about each limit, and about the scheduler, if it has decided nothing on a trial, and why.
 
-    There is no warning of one that the first completed trial has reported, or the first that runs and has reported often.
+    Each is checked once: on the first trial that completes, or, for limits, on the first running one that has reported often.
 
     Args:
         search: The configuration of the search.
@@ -31,7 +31,7 @@ class UnusedCriteria:
         self._began_s, self._next_look_s = time.monotonic(), _FIRST_LOOK_S
 
     def warnings_while_running(self, trials: Callable[[], Sequence[TrialRecord]], storage: StorageSpec) -> Iterator[str]:
-        """Yield the warnings of limits that are missing in each of a trial's reports up to now, which may have no other end.
+        """Yield the warnings about limits that none of a running trial's reports has: the trial may have no other end.
 
         Costs a read of the trials' histories after one minute, two, four, until one of them has ten reports.
 
@@ -53,11 +53,11 @@ class UnusedCriteria:
                 return
 
     def warnings(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
-        """Yield the warnings on a trial that has ended; costs a read of its history while any may follow.
+        """Yield the warnings on a trial that has ended; costs a read of its history while a warning is still possible.
 
         Args:
             trial: The trial.
-            first_decision: The time at whose first checkpoint it was to be decided on it; None for none.
+            first_decision: The time from which its first checkpoint needed a decision; None if checkpoints decide nothing.
             storage: The storage of the sweep.
 
         """

@@ -1,4 +1,4 @@
-"""The trials of a sweep as flow runs of a deployment: a work pool brings the machines."""
+"""The trials of a sweep as flow runs of a deployment, on the machines of its work pool."""
 
 import secrets
 import time
@@ -43,7 +43,7 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
     """Raise unless trials can be flow runs of a deployment; one request.
 
     Raises:
-        ValueError: If there is none of that name, it is one of another flow, or its machines would not have the storage.
+        ValueError: If there is no such deployment, it is of another flow, or its machines would not have the storage.
 
     """
     if name.partition("/")[0] != _FLOW or not name.partition("/")[2]:
@@ -63,8 +63,8 @@ class _Start:
 
     Attributes:
         trial: The trial.
-        key: By which the server recognizes a request that is repeated, since its answer was lost.
-        pauses: Between two tries.
+        key: The idempotency key of the request, which is repeated if its answer is lost.
+        pauses: The pauses between two tries.
 
     """
 
@@ -74,10 +74,10 @@ class _Start:
 
 
 class DeployedTrials:
-    """Runs each trial as a flow run of a deployment of the flow `train`, which asks this process at its reports.
+    """Runs each trial as a flow run of a deployment of the flow `train`, which requests decisions from this process.
 
     A flow run that an earlier process of the sweep has started, and that has not ended, is taken over. One with another config
-    is cancelled, and another one goes on with the trial.
+    is cancelled, and a new one continues the trial.
 
     Args:
         training: What all trials have in common.
@@ -106,7 +106,7 @@ class DeployedTrials:
         self._start_due()
 
     def take_ended(self, timeout_s: float) -> dict[int, TrialEnd | None]:
-        """Answer what trials ask, and return how trials have ended; see `TrialRuns`."""
+        """Answer the questions of trials, and return how trials have ended; see `TrialRuns`."""
         until_s = time.monotonic() + timeout_s
         while self.num_running():
             num_answered = answer_questions(self._sweep, self._decides_on)
@@ -129,7 +129,7 @@ class DeployedTrials:
         return frozenset(trial.run for trial in (*starting, *(trial for trial, _ in self._running.values())))
 
     def close(self) -> None:
-        """Do nothing: they share nothing here; see `TrialRuns`."""
+        """Do nothing: trials share no resources here; see `TrialRuns`."""
 
     def terminate(self, cause: BaseException) -> None:
         """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
@@ -151,7 +151,7 @@ class DeployedTrials:
             if start.pauses.wait_s():
                 continue
             try:
-                with without_retries():  # they would wait here, and no trial would have an answer
+                with without_retries():  # retries would wait here, and no trial would get an answer
                     flow_run_id = self._flow_run_of(start)
             except httpx.HTTPError as exc:
                 if not is_outage(exc):
@@ -181,7 +181,7 @@ class DeployedTrials:
             idempotency_key=start.key,
             timeout=0,
         )
-        assert isinstance(created, FlowRun)  # no coroutine: the sweep's flow is no async one
+        assert isinstance(created, FlowRun)  # no coroutine, since the sweep's flow is not async
         return created.id
 
     def _parameters(self, trial: TrialRecord) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class DeployedTrials:
 
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
         """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
-        answer_questions(self._sweep, self._decides_on)  # its last question, if this process has been slower than its end
+        answer_questions(self._sweep, self._decides_on)  # its last question may have come just before its end
         if self._give_up_s is not None:
             return None
         run = Run.open(self._training.storage, trial.run)
@@ -228,14 +228,14 @@ class DeployedTrials:
         return self._count_lost(trial.number)
 
     def _goes_on_elsewhere(self, trial: TrialRecord) -> bool:
-        """Return whether another flow run trains the trial, which `start` takes over, such as one that an automation began."""
+        """Return whether another flow run trains the trial, which `start` takes over, such as one started by an automation."""
         try:
             with without_retries():
                 return bool(find_alive(trial))
         except httpx.HTTPError as exc:
             if not is_outage(exc):
                 raise
-            return True  # or so it is taken: `start` looks again
+            return True  # assumed: `start` looks again
 
     def _count_lost(self, number: int) -> TrialEnd | None:
         self._num_lost[number] += 1

@@ -1,4 +1,4 @@
-"""The trials of a sweep, led to the end of its search: started, recorded, and deleted where better ones keep theirs."""
+"""The loop of a sweep: it starts trials, records their ends, and deletes checkpoints that better trials displace."""
 
 from collections.abc import Iterable
 
@@ -75,10 +75,10 @@ def _tell_of_budget(search: Search, config: SearchConfig) -> None:
 
 
 def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
-    """Return the trials that ran when the sweep's process was killed, and must go on.
+    """Return the trials that ran when the sweep's process was killed, and must continue.
 
-    What they committed and the journal does not have is decided first, as it would have been; only what goes on after that has
-    the sweep's present config.
+    Their committed reports without a recorded decision are decided on first. Only trials that continue after that have the
+    sweep's present config.
     """
     for trial in search.running():
         run = Run.open(storage, trial.run)
@@ -110,7 +110,7 @@ def _record_end(
 
 
 def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:
-    """Delete the checkpoints of trials that are not among the best; what fails is tried again after the next trial."""
+    """Delete the checkpoints of trials that are not among the best; failed deletions are tried again after the next trial."""
     busy = trials.running_runs()  # also of trials that have been stopped, and whose ranks are about to end
     for number, run in search.take_excess(is_over=not trials.num_running()):
         if run in busy:

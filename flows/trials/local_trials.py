@@ -70,7 +70,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the flow `trial` gets from the thread that calls it: no parameter of a flow run can hold it."""
+    """The arguments of the flow `trial` that no parameter of a flow run can hold, from the thread that calls it."""
 
     job: TrainJob
     running: _Running
@@ -167,7 +167,7 @@ class LocalTrials:
                 running.earlier = None
             running.termination.raise_if_requested()
             self._train(running)
-        except BaseException as exc:  # noqa: BLE001 - a trial's failure costs that trial
+        except BaseException as exc:  # noqa: BLE001 - any failure ends only its trial
             running.error = exc
         with self._ended:
             running.has_ended.set()
@@ -179,16 +179,16 @@ class LocalTrials:
         _given.set(_Given(job, running, self._heartbeat_s, self._search.metrics, lambda: self._search.trials[number].state))
         without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         assert self._clients is not None
-        call, key = self._clients.call, secrets.token_hex(16)  # one key, lest two flow runs begin where an answer was lost
+        call, key = self._clients.call, secrets.token_hex(16)  # one key, so that a lost answer starts no second flow run
         with self._clients.used(), using(without_heartbeats):  # the trial sends its own
-            # By itself: among the results of the sweep's tries, a trial's would be returned where the sweep raises.
+            # With results of its own: else a trial's result could be returned as the sweep's where the sweep raises.
             _call_once_api_answers(running, lambda: call_for_result(call, trial, run, {"run": run, "config": config}, key))
 
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
         if running.flow_run_id is None and isinstance(running.error, (httpx.HTTPError, PrefectException)):
-            # No fault of the trial, and all that follow would fail in the same second.
+            # The trial is not at fault, and all later ones would fail in the same second.
             raise SweepFailedError(
                 f"trial {running.trial.number} has no flow run, since Prefect's API refuses it: {first_line(running.error)}; "
                 "the sweep goes on when it is started again with its name"
@@ -202,9 +202,9 @@ class LocalTrials:
 
 
 def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> None:
-    """Call the flow of a trial; while Prefect's API is away, so that there is no flow run yet, again after pauses up to 30 s.
+    """Call the flow of a trial, and again after pauses up to 30 s while Prefect's API is unavailable for a new flow run.
 
-    From then on the trial outlasts an outage.
+    Once it has a flow run, the trial outlasts an outage.
     """
     pauses = Backoff()
     while True:

@@ -1,4 +1,4 @@
-"""The flow runs of trials, as Prefect knows them: which live, how they are, which are lost, and their cancellation."""
+"""The flow runs of trials in Prefect: their states, which are alive, which are lost, and their cancellation."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,12 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 
 _LOOK_FOR_LOST_S = 5.0
-_GONE_S = 10.0  # after which no runner or worker tells Prefect of a process that is gone
+_GONE_S = 10.0  # after which no runner or worker reports the end of a process to Prefect any more
 _MOST_ROWS = 200  # of one answer of Prefect's API
 
 
 class FlowRunWatch:
-    """Looks at the flow runs of trials that run; while Prefect's API is away, after pauses.
+    """Reads the states of running trials' flow runs; while Prefect's API is unavailable, it retries after pauses.
 
     Args:
         storage: The storage of the sweep.
@@ -66,7 +66,7 @@ class FlowRunWatch:
         return found, lost
 
     def _lost(self, client: SyncPrefectClient, trials: Mapping[UUID, TrialRecord], found: Mapping[UUID, FlowRun]) -> set[UUID]:
-        """Return the flow runs whose process on this machine is gone though Prefect takes them for running, now Crashed."""
+        """Set flow runs that have not ended to Crashed if their process on this machine is gone, and return their ids."""
         lost: set[UUID] = set()
         if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
             return lost
@@ -109,7 +109,7 @@ def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
 
 
 def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
-    """Cancel the flow runs of trials that have not ended; what fails is logged.
+    """Cancel the flow runs of trials that have not ended; errors are logged.
 
     Args:
         trials: The trials, of a sweep whose trials are flow runs of a deployment.

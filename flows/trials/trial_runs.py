@@ -1,4 +1,4 @@
-"""What runs of trials have in common, wherever they run: their training, their decisions, and what the sweep asks of them."""
+"""The common parts of trials' runs, wherever they run: their training, their decisions, and the interface to the sweep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from prefect_torch.tasks.training.job import TrainJob
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What all trials of a sweep have in common.
+    """The training that all trials of a sweep share.
 
     Attributes:
         pack: Returns the training function with a config.
@@ -60,7 +60,7 @@ class Training:
             run=trial.run,
             initial_checkpoint=None if source is None else CheckpointRef(self.storage, source.run, source.checkpoint),
             scaling=self.scaling,
-            # Only this process starts the sweep's trials, by its claim on the sweep: an earlier one of them is fenced.
+            # Only this process starts the sweep's trials, by its claim on the sweep: an earlier attempt is fenced.
             run_config=self.run_config.model_copy(update={"name": trial.run, "resume": "auto", "takeover": True}),
             checkpoint=self.checkpoint,
             failure=self.failure,
@@ -87,13 +87,13 @@ class TrialDecisions:
     run: str
 
     def points(self) -> DecisionPoints | None:
-        """Return the reports that ask; see `DecisionMaker`."""
+        """Return the reports that need a decision; see `DecisionMaker`."""
         if not self._goes_on:
             return DecisionPoints("training_iteration", 0, asks_always=True)
         return self.search.points(self.number, lambda: count_reports(Run.open(self.storage, self.run)))
 
     def decide(self, request: DecisionRequest) -> Verdict:
-        """Return the search's decision; an error of it ends the sweep, and here the attempt."""
+        """Return the search's decision; its error ends the sweep, and this attempt."""
         if not self._goes_on:
             return Verdict(goes_on=False)
         try:
@@ -121,7 +121,7 @@ class TrialRuns(Protocol):
         """Return how trials have ended, by number; None if one goes on, unless the search has stopped it.
 
         Args:
-            timeout_s: How long to wait while none has.
+            timeout_s: How long to wait while none has ended.
 
         Raises:
             Exception: If Prefect's API refuses the flow run of a trial.
@@ -138,7 +138,7 @@ class TrialRuns(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what trials share, once none runs."""
+        """Release the resources that trials share, once none runs."""
         ...
 
     def terminate(self, cause: BaseException) -> None:

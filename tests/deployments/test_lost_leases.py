@@ -138,5 +138,5 @@ def test_what_resumes_does_not_wait_for_the_place_of_what_it_resumes(client):
     resume_crashed(deployment_id)
     assert client.read_deployment_by_name("resume/train-queued").work_queue_name == "default"
     client.update_work_queue(client.read_work_pool("limited-pool").default_queue_id, concurrency_limit=1)
-    with pytest.warns(UserWarning, match="what runs 'queued' again when it crashes waits in the work queue 'default'"):
+    with pytest.warns(UserWarning, match="the resumer of 'queued' waits in the work queue 'default'"):
         resume_crashed(deployment_id)

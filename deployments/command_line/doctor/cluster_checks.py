@@ -18,11 +18,11 @@ _MOST_AHEAD_S = 2.0
 
 
 def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Iterator[Finding]:
-    """Have the cluster lend its machines, and check each; one whose agent does not come is wrong, for the reason it gives.
+    """Request the machines of the cluster, and check each; one whose agent does not connect is wrong, with the reason.
 
     Args:
         named: "torch-cluster/NAME", JSON, or a file with JSON.
-        num_ranks: For how many ranks; None for one on each host.
+        num_ranks: The number of ranks for which machines are requested; None for one on each host.
         storage: The storage of trainings, which each machine must see.
 
     """
@@ -43,11 +43,11 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
     hosts = getattr(cluster, "hosts", [None])
     try:
         found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
-    except ImportError as exc:  # of its client
+    except ImportError as exc:  # the cluster's client is not installed
         yield Finding("cluster", "wrong", str(exc))
         return
     if not found:
-        yield Finding("cluster", "wrong", "it lent no machine", "see whether it has room, and the leader's address")
+        yield Finding("cluster", "wrong", "it provided no machine", "check its free resources, and the leader's address")
     shared = ", ".join(f"{name} {version}" for name, version in versions().items())
     for machine in found:
         yield _finding(machine, shared, storage, num_others=sum(it.problem is None for it in found) - 1)

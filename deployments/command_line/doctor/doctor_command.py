@@ -35,15 +35,15 @@ _Check: TypeAlias = Callable[[], Iterable[Finding]]
 
 @click.command
 @click.argument("storage", metavar="[STORAGE]", required=False)
-@click.option("--cluster", metavar="CLUSTER", help="Look at its machines: torch-cluster/NAME, JSON, or a file with JSON.")
-@click.option("--ranks", type=click.IntRange(min=1), help="For how many ranks the cluster lends machines; one for each host.")
+@click.option("--cluster", metavar="CLUSTER", help="Check its machines, too: torch-cluster/NAME, JSON, or a file with JSON.")
+@click.option("--ranks", type=click.IntRange(min=1), help="The number of ranks on the cluster; one for each host by default.")
 @json_option
 def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json: bool) -> int:
     """Check what trainings need on this machine, and on those of a cluster.
 
     With STORAGE, also write, read, list and delete small objects there. With --cluster, agents are started as by a training,
-    and each machine says which versions and GPUs it has, how much shared memory is free, whether it reaches this machine and
-    the others and sees the same STORAGE, and what its clock shows. The status of each check is ok, warning (some trainings
+    and each machine reports its versions and GPUs, its free shared memory, whether it reaches this machine and the others and
+    sees the same STORAGE, and the time of its clock. The status of each check is ok, warning (some trainings
     are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
 
     \b
@@ -51,7 +51,7 @@ def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json:
       check, status (ok, warning, wrong), found, advice
     """  # noqa: D301 - click's mark for lines that it must not fill
     if ranks is not None and cluster is None:
-        raise click.UsageError("--ranks is of a cluster: give --cluster")
+        raise click.UsageError("--ranks needs --cluster")
     findings = []
     for finding in _run(_checks(storage, cluster, ranks)):
         findings.append(finding)

@@ -1,6 +1,6 @@
 """Checks of the GPUs by what a training does with them: copies of its state to the host, and a collective.
 
-An error of these is an error of trainings, and `doctor` reports it as one.
+An error here would also fail trainings, so `doctor` reports it as wrong.
 """
 
 import subprocess
@@ -38,7 +38,7 @@ def check_gpus() -> Iterator[Finding]:
         devices = [module.get_device_properties(index) for index in range(module.device_count())]
         names = ", ".join(f"{device.name} ({show_bytes(device.total_memory)})" for device in devices)
         yield Finding("gpus", "ok", f"{len(devices)}: {names}; {_library(kind)}")
-    elif Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():  # the latter in the Linux of Windows
+    elif Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():  # the latter in WSL
         why = (
             "; ".join(str(warning.message) for warning in caught)
             or f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"

@@ -77,7 +77,7 @@ def check_shared_memory(directory: Path = Path(SHARED_MEMORY)) -> Iterator[Findi
 
 
 def check_temporary_files() -> Iterator[Finding]:
-    """Check whether there is a directory for them, without which torch makes no optimizer."""
+    """Check whether there is a directory for temporary files, without which torch cannot create an optimizer."""
     try:
         yield Finding("temporary files", "ok", tempfile.gettempdir())
     except FileNotFoundError as exc:

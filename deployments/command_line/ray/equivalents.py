@@ -1,4 +1,4 @@
-"""What to write here for the names of Ray Train: the one source of `migrate-check` and of the tables in the documentation.
+"""The equivalents of Ray's names: the one source of `migrate-check` and of the tables in the documentation.
 
 The rows are in equivalents.json, one per line, with the arguments and the results of Ray's calls and Ray's former names.
 """
@@ -18,7 +18,7 @@ _UNKNOWN = "not in the tables of this version: look at what it does"
 # The arguments of Ray's functions and classes, in order: for positional ones, and to recognize new ones. An argument without a
 # row of its own has the same name here.
 PARAMETERS: dict[str, list[str]] = _DATA["parameters"]
-# The classes of what calls return and of attributes, with "[]" for each list or tuple around them.
+# The classes of the return values of calls, and of attributes, with "[]" for each list or tuple around them.
 RETURNS: dict[str, str] = _DATA["returns"]
 ATTRIBUTES: dict[str, str] = _DATA["attributes"]
 # The classes of the items of classes that are iterated over and indexed.
@@ -33,9 +33,9 @@ class Equivalent:
 
     Attributes:
         ray: A dotted name, "ray.train.report"; with an argument, "ray.train.report(validation=)", and where its value counts,
-            "ray.train.ScalingConfig(num_workers=0)"; "ray.data*" for all names with this beginning. Empty for what exists
-            only here.
-        verdict: "more" for what exists only here.
+            "ray.train.ScalingConfig(num_workers=0)"; "ray.data*" for all names with this beginning. Empty if `here`
+            exists only here.
+        verdict: "more" if `here` exists only here.
         here: What to write, in Markdown; empty if there is nothing.
         note: How it behaves, in Markdown.
         imports: The public names that `here` begins with, such as "prefect_torch.ckpt.report".
@@ -55,7 +55,7 @@ class Section:
 
     Attributes:
         title: Its heading.
-        prefix: What the names in the table leave out.
+        prefix: The prefix that the names in the table omit.
         rows: Its lines.
 
     """
@@ -115,7 +115,7 @@ class Equivalents:
 
 
 def modern(name: str) -> str:
-    """Return today's name of a function or class of Ray's."""
+    """Return the current name of a function or class of Ray's."""
     for pattern, replacement in _OLDER:
         name = pattern.sub(replacement, name)
     return name

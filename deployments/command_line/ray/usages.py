@@ -210,7 +210,7 @@ class _Scan(ast.NodeVisitor):
         self._bind(target, _element(self._meaning(items)))
 
     def _builtin(self, call: ast.Call) -> str:
-        """Return the name of a called function of Python's own, to which something is given; else nothing."""
+        """Return the name of a built-in function that is called with arguments; else an empty string."""
         if not isinstance(call.func, ast.Name) or call.func.id in self._names or not call.args:
             return ""
         return call.func.id
@@ -244,7 +244,7 @@ class _Scan(ast.NodeVisitor):
         return found
 
     def _member(self, node: ast.Attribute) -> tuple[_Meaning | None, str]:
-        """Return the owner of an attribute and the attribute's name, or None and nothing if it is not Ray's."""
+        """Return the owner of an attribute and the attribute's name, or None and an empty string if it is not Ray's."""
         owner = self._meaning(node.value)
         if owner is None or owner.name.endswith(("[]", "()")):
             return None, ""

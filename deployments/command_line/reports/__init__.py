@@ -1,1 +1,1 @@
-"""Commands on what a training reports: its metrics, as a table, as curves, and live."""
+"""Commands that show the reports of a training: its metrics, as a table, as curves, and live."""

@@ -30,7 +30,7 @@ _SPEED_REPORTS = 20  # over which the speed is measured
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is stored of a run at one moment.
+    """The stored records of a run at one moment.
 
     Attributes:
         status: The status of its newest attempt, or None before the first.
@@ -64,7 +64,7 @@ class View:
 
 @dataclass(slots=True)
 class Watcher:
-    """Reads a run again and again, and of its history only what is new."""
+    """Reads a run repeatedly, and only the new objects of its history."""
 
     store: CheckpointStore
     _known: dict[Chunk, dict[int, MetricRecord]] = field(default_factory=dict)

@@ -1,1 +1,1 @@
-"""The commands that look at stored runs and look after their checkpoints."""
+"""The commands that show stored runs and maintain their checkpoints."""

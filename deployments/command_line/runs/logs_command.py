@@ -16,8 +16,8 @@ from .selection import open_run
 @storage_argument
 @run_argument
 @click.option("--attempt", type=click.IntRange(min=1), help="The attempt; the newest if not given.")
-@click.option("--evaluation", help="Of this evaluation's ranks, by its name, instead of an attempt's.")
-@click.option("--checkpoint", help="With --evaluation: of which checkpoint; the newest that has a log.")
+@click.option("--evaluation", help="Print the log of the evaluation of this name instead of an attempt's.")
+@click.option("--checkpoint", help="With --evaluation, the evaluated checkpoint; the newest that has a log if not given.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only the log of this rank.")
 def logs(storage: str, run: str, attempt: int | None, evaluation: str | None, checkpoint: str | None, rank: int | None) -> int:
     """Print the log of an attempt, or of an evaluation.

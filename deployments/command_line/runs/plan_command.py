@@ -21,9 +21,9 @@ _MOST_SHOWN = 20
 def plan(deployment: str | None, params: str, as_json: bool) -> int:
     """Show what a training would do if it began now.
 
-    DEPLOYMENT is one of the flow train, such as "train/nightly"; --params replaces its parameters, or gives all of them
-    without a deployment. Shows what would be resumed, kept and pruned, the GPUs, a probe of the storage, and the grace
-    against the platform's. Starts nothing, and leaves nothing; exits with 1 if the training would fail.
+    DEPLOYMENT is a deployment of the flow train, such as "train/nightly"; --params replaces its parameters, or gives all of
+    them without a deployment. Shows what would be resumed, kept and pruned, the GPUs, a probe of the storage, and the grace
+    compared with the platform's. Starts nothing, and leaves nothing; exits with 1 if the training would fail.
 
     \b
     --json: would_begin, resumes_from (or null), keeps (id: reasons), prunes

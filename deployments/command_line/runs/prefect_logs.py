@@ -38,7 +38,7 @@ def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
             names = _task_run_names(client, flow_run_id)
             yield from _lines(client, flow_run_id, names, rank)
     except ObjectNotFound as exc:
-        raise FileNotFoundError(f"{api} knows no flow run {flow_run_id}: set PREFECT_API_URL to the API that ran it") from exc
+        raise FileNotFoundError(f"{api} has no flow run {flow_run_id}: set PREFECT_API_URL to the API that ran it") from exc
     except (httpx.HTTPError, RuntimeError) as exc:
         raise StorageError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
 

@@ -27,7 +27,7 @@ from .selection import best_checkpoints_first, open_training, policy_of, resolve
 
 @dataclass(frozen=True, slots=True)
 class PruneOptions:
-    """What to keep; None for options that are not given."""
+    """The options on what to keep; None for those that are not given."""
 
     keep: int | None
     keep_last: int | None
@@ -62,9 +62,9 @@ def prune(
     """Delete the checkpoints that no policy keeps.
 
     First shows which checkpoints stay, why, and which go, and asks. Without --keep, --keep-last and --every, the policy is the
-    training's own. The newest checkpoint and pinned ones always stay. While the run is trained, so does the one that its
-    ranks restored, and until it has completed those whose reports are not in the metric history yet. No manifest
-    is read of checkpoints in the run's index.
+    training's own. The newest checkpoint and pinned ones always stay. While the run is trained, the one that its ranks
+    restored stays, too; until it has completed, so do those whose reports are not in the metric history yet. The manifests of
+    checkpoints in the run's index are not read.
 
     \b
     --json: dry_run, dropped_bytes,

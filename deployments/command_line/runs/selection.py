@@ -40,7 +40,7 @@ def trials_of(sweep: CheckpointStore) -> list[CheckpointStore]:
 
 
 def open_training(storage: str, run: str) -> CheckpointStore:
-    """Open an existing run that has reports and checkpoints, which a sweep has not: its trials have.
+    """Open an existing run that has reports and checkpoints of its own; of a sweep, only the trials have them.
 
     Raises:
         FileNotFoundError: If there is no such run.
@@ -76,7 +76,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order
 
 
 def _only_id(store: CheckpointStore, beginning: str) -> str:
-    if not beginning:  # every id begins with it: of a run with one checkpoint, a shell variable without a value would name that
+    if not beginning:  # every id begins with it, so an empty shell variable would name a run's only checkpoint
         raise ValueError("ID is empty: give an id as listed by ls, latest or best")
     matching = [checkpoint_id for checkpoint_id in store.ids() if checkpoint_id.startswith(beginning)]
     if not matching:
@@ -98,7 +98,7 @@ class Score:
 
 
 def resolve_score(store: CheckpointStore, metric: str | None, order: Order | None) -> Score:
-    """Return the score of the options; what they leave out is taken from the run's own training.
+    """Return the score of the options; a missing one is taken from the run's own training.
 
     Raises:
         click.UsageError: If neither defines it.
@@ -117,7 +117,7 @@ def resolve_score(store: CheckpointStore, metric: str | None, order: Order | Non
 
 
 def policy_of(attempt: Attempt | None) -> RetentionPolicy:
-    """Return the retention policy of a training's newest attempt, or one that keeps everything without an attempt."""
+    """Return the retention policy of a training's newest attempt, or, without an attempt, one that keeps everything."""
     return RetentionPolicy() if attempt is None else attempt.policy
 
 

@@ -73,7 +73,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
 
 
 def _all_ids(store: CheckpointStore) -> list[str]:
-    """Return the ids of all checkpoints, also of those whose manifest is there and not listed, such as a link."""
+    """Return the ids of all checkpoints, including those whose manifest exists but is not listed, such as a link."""
     listed = set(store.ids())
     with_data = {folder for folder in store.storage.folders(store.layout.checkpoints) if is_id(folder)}
     return sorted([*listed, *(it for it in with_data - listed if _has_manifest(store, it))])

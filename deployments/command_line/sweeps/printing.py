@@ -1,4 +1,4 @@
-"""What `ls`, `show` and `best` print of a sweep."""
+"""The output of `ls`, `show` and `best` for a sweep."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ def list_trials(store: CheckpointStore, *, as_json: bool) -> None:
 
 
 def print_sweep(store: CheckpointStore, *, as_json: bool) -> None:
-    """Print how a sweep stands: its state, its best trial, all trials from the best on, and why some have ended."""
+    """Print a sweep: its state, its best trial, all trials, the best first, and the errors of failed ones."""
     records = SweepRecords.read(store)
     status = read_status(store)
     state = "unknown" if status is None else status.state

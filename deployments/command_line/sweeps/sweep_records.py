@@ -20,9 +20,9 @@ class SweepRecords:
     """A sweep as its storage has it.
 
     Attributes:
-        definition: What it searches.
+        definition: Its definition.
         view: Its trials and their curves.
-        lost: What of its journal cannot be read, in words; None if all can.
+        lost: A text on the entries of its journal that cannot be read; None if all can be.
 
     """
 
@@ -36,7 +36,7 @@ class SweepRecords:
 
         Raises:
             FileNotFoundError: If it has no definition.
-            MalformedRecordError: If that cannot be read.
+            MalformedRecordError: If its definition cannot be read.
 
         """
         definition = require_definition(store)

@@ -1,7 +1,7 @@
 """A copy of a run between storages: verified, manifests last, continued where it was interrupted.
 
 A checkpoint exists by its manifest, so a killed copy leaves whole checkpoints and data without a manifest. The claims of
-attempts are there before the manifests: a training that starts in between numbers its own attempts after them.
+attempts are copied before the manifests: a training that starts in between numbers its own attempts after them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from prefect_torch.ckpt.storage.parallel import for_each
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What is copied, in this order.
+    """The objects to copy, in this order.
 
     Attributes:
         files: The data of the checkpoints, with the entry of each in its manifest.
@@ -37,7 +37,7 @@ class CopyPlan:
 
 
 def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
-    """Return the plan of a copy of `manifests` and, with `whole`, of everything else that the run has but its garbage."""
+    """Return the plan of a copy of `manifests` and, with `whole`, of everything else in the run except garbage."""
     layout = store.layout
     chosen = sorted(manifests, key=lambda it: it.id)
     files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
@@ -52,7 +52,7 @@ def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: b
 
 
 def plan_sweep(sweep: CheckpointStore) -> CopyPlan:
-    """Return the plan of a copy of what a sweep has itself: what it searches and its journal; its trials are runs."""
+    """Return the plan of a copy of a sweep's own records: its definition and its journal; its trials are other runs."""
     layout = sweep.layout
     records = [key for prefix in (layout.attempts, layout.outcomes, layout.journal) for key in sweep.keys(prefix)]
     return CopyPlan((), [layout.run_info, layout.sweep, *records], ())
@@ -62,7 +62,7 @@ def check_same_run(source: CheckpointStore, target: Storage) -> None:
     """Raise if the target has another run of that name; one that an interrupted copy has left is the same.
 
     Raises:
-        FileExistsError: If it has.
+        FileExistsError: If the target has another run.
 
     """
     there = CheckpointStore.open(target, source.run)
@@ -73,10 +73,10 @@ def check_same_run(source: CheckpointStore, target: Storage) -> None:
 
 
 def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Callable[[int], None]) -> int:
-    """Copy what is not there yet, and return the number of bytes of data that were copied.
+    """Copy the data that the target lacks, and all records; return the number of bytes of data that were copied.
 
-    Every byte of the data is digested on its way, and compared with the manifest's digest; data that are there already are read
-    and compared.
+    Every byte of the data is digested on its way, and compared with the manifest's digest; data that the target has already are
+    read and compared.
 
     Args:
         plan: What to copy.
@@ -129,7 +129,7 @@ def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> 
 
 @contextmanager
 def _as_file(key: str, source: Storage) -> Iterator[Path]:
-    """Yield the object as a file of this machine: itself where it is one, else a copy for a moment."""
+    """Yield the object as a local file: the stored file itself if it is local, else a temporary copy."""
     path = source.local_path(key)
     if path is not None:
         yield path

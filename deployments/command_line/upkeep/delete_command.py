@@ -54,7 +54,7 @@ def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool)
 
 
 def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
-    """Delete a run, the last one, after those of its trials if it is a sweep; all are looked at before the first goes."""
+    """Delete a run, the last one, after those of its trials if it is a sweep; all are checked before the first is deleted."""
     *trials, store = stores
     for each in stores:
         _check_unpinned(each, each.pinned())
@@ -76,7 +76,7 @@ def _delete_run(store: CheckpointStore) -> None:
     _check_unpinned(store, delete_checkpoints(store, store.list()))
     left = store.keys(f"{store.run}/")
     _check_unpinned(store, pinned_among(key for key in left if key.startswith(store.layout.pins)))
-    # By its claims and its record the run is still found and listed, and the command can be repeated.
+    # Claims and the run's record go last: by them the run is still found and listed, and the command can be repeated.
     claims, run_info = [key for key in left if key.startswith(store.layout.attempts)], store.layout.run_info
     manifests = [key for key in left if key.startswith(store.layout.manifests)]
     store.storage.delete(manifests)

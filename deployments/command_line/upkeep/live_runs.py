@@ -19,7 +19,7 @@ def check_not_live(run: Run, verb: str, *, has_ended: bool) -> None:
         has_ended: The user says that an attempt on another machine has ended.
 
     Raises:
-        RunBusyError: If it is, or may be.
+        RunBusyError: If the attempt is, or may be, under way.
 
     """
     status = read_status(run)

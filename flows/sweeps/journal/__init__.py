@@ -1,1 +1,1 @@
-"""The journal of a sweep: its entries, the events in them, and the trials after these."""
+"""The journal of a sweep: its entries, the events in them, and the trials that result from these."""

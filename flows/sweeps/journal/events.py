@@ -18,8 +18,8 @@ class SweepLed:
     Attributes:
         attempt: Its attempt.
         is_fresh: Whether the sweep begins again, without the trials before.
-        config: What all trials that start or go on from here on have; None if an older version did not record it.
-        used_s: As of an event of a trial; it is recorded now and then while no trial has any.
+        config: The config of all trials that start or resume from here on; None if an older version did not record it.
+        used_s: As in `TrialEvent`; recorded now and then while no trial has an event.
 
     """
 
@@ -50,8 +50,8 @@ class TrialStarted(TrialEvent):
         run: The name of its run.
         config: Its config.
         study_number: The number of its config in the study.
-        milestone: The time at whose first checkpoint it asks whether it goes on; None if it need not.
-        operations: Those of the study that suggested it.
+        milestone: The time from which its first report with a checkpoint needs a decision; None if none does.
+        operations: The operations of the study that suggested it.
 
     """
 
@@ -72,7 +72,7 @@ class TrialEnded(TrialEvent):
         state: "completed", "stopped" or "failed".
         reason: Why it was stopped, or its error; None if it completed.
         metrics: Its last metrics.
-        operations: Those of the study that was told of it.
+        operations: The operations by which the study has recorded it.
 
     """
 
@@ -89,7 +89,7 @@ class TrialResumed(TrialEvent):
 
     Attributes:
         trial: Its number.
-        milestone: As for a new one.
+        milestone: As in `TrialStarted`.
 
     """
 
@@ -133,7 +133,7 @@ class Cloned:
 
 @dataclass(frozen=True, slots=True)
 class TrialReported(TrialEvent):
-    """A trial has reported, and what it does next is decided.
+    """A trial has reported, and its next state is decided.
 
     Attributes:
         trial: Its number.
@@ -142,10 +142,10 @@ class TrialReported(TrialEvent):
         checkpoint: The id of the report's checkpoint, or None.
         metrics: Its metrics.
         state: "running" if the trial goes on, else how it ends.
-        milestone: The time at whose first checkpoint it asks again.
+        milestone: The time from which its next report with a checkpoint needs a decision.
         reason: Why it ends, or waits.
         cloned: The checkpoint of another trial that it goes on from, or None.
-        operations: Those of the study that was told of it.
+        operations: The operations by which the study has recorded it.
         num_reports: The number of its reports up to this one.
 
     """
@@ -189,7 +189,7 @@ def encode_event(event: Event) -> dict[str, Any]:
 
 
 def decode_event(entry: Mapping[str, Any], where: str) -> Event | None:
-    """Return the event in an entry; None, with a warning, if this version knows no such event.
+    """Return the event in an entry; None, with a warning, if this version does not know its kind.
 
     Raises:
         MalformedRecordError: If a field is missing, or of another type.

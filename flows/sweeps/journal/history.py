@@ -1,4 +1,4 @@
-"""The history of a sweep: what the events in its journal say of each trial; pure."""
+"""The history of a sweep: the state of each trial after the events in its journal; pure functions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ TrialState: TypeAlias = Literal["running", "paused", "completed", "stopped", "fa
 
 @dataclass(frozen=True, slots=True)
 class RungReport:
-    """A report of a trial at which was decided; see `TrialReported`."""
+    """A report of a trial that led to a decision; see `TrialReported`."""
 
     time: float
     value: float
@@ -38,19 +38,19 @@ class TrialRecord:
     Attributes:
         number: Its number, from 0.
         run: The name of its run.
-        config: What was chosen for it.
+        config: The values chosen for it.
         study_number: The number of its config in the study.
         state: Its state.
         reason: Why it was stopped or paused, or its error.
         metrics: Its metrics, as of its last decision or its end.
-        milestone: The time at whose first checkpoint it asks whether it goes on.
-        reports: Those of its reports at which was decided, in order.
+        milestone: The time from which its first report with a checkpoint needs a decision.
+        reports: Its reports that led to a decision, in order.
         source: The checkpoint of another trial that its run begins from; None if it begins afresh.
         is_cloned: Whether its config is no longer the one that was suggested for it.
-        earlier_runs: The names of its runs before it went on from other trials' checkpoints.
+        earlier_runs: The names of its runs before the present one, which began from another trial's checkpoint.
         deleted_runs: The names of those of its runs whose checkpoints have been deleted.
         reports_before: The number of reports before its present run.
-        common: What all trials had when it last started or went on; None if an older version did not record it.
+        common: The config of all trials when it last started or resumed; None if an older version did not record it.
 
     """
 
@@ -75,12 +75,12 @@ History: TypeAlias = Mapping[int, TrialRecord]
 
 
 def apply(trials: dict[int, TrialRecord], event: Event, common: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """Change `trials` as `event` says, and return what all trials that start or go on after it have.
+    """Apply `event` to `trials`, and return the config of all trials that start or resume after it.
 
     Args:
         trials: The trials before it.
         event: The event.
-        common: What this function returned of the event before; None without one.
+        common: What this function returned for the previous event; None if there is none.
 
     """
     match event:
@@ -169,7 +169,7 @@ def operations_of(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 
 def score_of(trial: TrialRecord, metric: str, mode: str) -> float | None:
-    """Return the value of a metric as one of which a lower is better; None if it is no finite number, or the trial failed."""
+    """Return the value of a metric, negated if a high one is better; None if it is no finite number, or the trial failed."""
     return score_in(trial.metrics, trial.state, metric, mode)
 
 

@@ -1,9 +1,9 @@
 """The journal of a sweep: numbered entries, each an object of its own that is written once, by one process at a time.
 
 The process that leads the sweep owns it as the leader of a training owns its run: by a claim, which fences all earlier ones.
-The first entry of an attempt ends what earlier attempts may still write: an entry of an earlier attempt with that number or a
-higher one counts as never written. So does a last entry that is torn, since nothing follows from an entry before it is stored;
-but not one that was merged, which had been stored.
+The first entry of an attempt fences the entries of earlier attempts: an entry of an earlier attempt with that number or a
+higher one is ignored. A torn last entry is ignored, too, since an entry takes effect only once it is stored. A torn entry that
+was merged is damage, since it had been stored.
 """
 
 import logging
@@ -23,7 +23,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 Entry: TypeAlias = dict[str, Any]
 MOST_PARTS = 64
 MOST_ENTRIES = 1024  # of one object
-MOST_BYTES = 16 * 2**20  # after which another object begins: metrics may be long texts, and each merge stores all of it again
+MOST_BYTES = 16 * 2**20  # after which a new object begins: metrics may be long texts, and each merge stores all of it again
 _NAME = re.compile(r"(?P<last>[0-9]{9})-(?P<attempt>[0-9]{6})-(?P<count>[0-9]{6})\.jsonl")
 _WHAT = "an entry of a sweep's journal"
 _logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class JournalDamagedError(CheckpointCorruptError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """One object of the journal; of two with the same last entry, that of the newer attempt, or the longer, is last."""
+    """One object of the journal; of two with the same last entry, that of the newer attempt, or else the longer, is last."""
 
     last: int
     attempt: int
@@ -100,10 +100,10 @@ def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
 
     Args:
         run: The sweep.
-        lost: Gets a line on each entry that is missing or damaged, and left out; None to raise it.
+        lost: Receives a line on each entry that is missing or damaged, and left out; if None, such an entry is an error.
 
     Raises:
-        JournalDamagedError: If an entry is missing or damaged that others follow or that was merged, unless `lost` gets it.
+        JournalDamagedError: If an entry is missing or damaged that others follow or that was merged, unless `lost` is given.
         UnsupportedFormatError: If a newer version wrote an entry.
 
     """
@@ -143,7 +143,7 @@ def list_parts(run: Run) -> list[Part]:
 
 
 def _lines(run: Run, part: Part) -> list[bytes] | None:
-    """Return the lines of a part, damaged or not; a gateway may cut off an entry that is whole."""
+    """Return the lines of a part, damaged or not; read again after damage, since a gateway may cut off a whole object."""
 
     def whole(data: bytes) -> list[bytes]:
         lines = data.split(b"\n")
@@ -208,11 +208,11 @@ def _consecutive(
         if number in entries:
             yield entries[number]
             continue
-        reason = damaged.get(number, "it is not there")
+        reason = damaged.get(number, "it is missing")
         line = f"entry {number} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}"
         if lost is None:
             raise JournalDamagedError(
                 f"{line}; entries after it depend on it: restore the object from a backup, or begin again with "
-                "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) have what is known"
+                "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
             )
         lost.append(line)

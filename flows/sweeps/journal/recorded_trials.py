@@ -1,4 +1,4 @@
-"""The trials of a sweep as its events make them; each event is recorded before anything follows from it."""
+"""The trials that result from a sweep's events; each event is recorded before it takes effect."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ class RecordedTrials:
     Args:
         events: The events so far.
         append: Records an entry in the journal; durable when it returns.
-        observe: Gets each event once it is recorded, with the trials after it; it must not wait.
+        observe: Receives each event once it is recorded, with the trials after it; it must not block.
 
     Attributes:
         lock: Is held while an event is recorded.
         by_number: Every trial, by number.
         operations: The operations of the study in the events so far.
         used_s: The time of the sweep in the events so far that counts against its budget.
-        common: What all trials that start or go on now have; None if an older version did not record it.
+        common: The config of all trials that start or resume now; None if an older version did not record it.
 
     """
 
@@ -46,7 +46,7 @@ class RecordedTrials:
             self._apply(event)
 
     def record(self, event: Event) -> None:
-        """Record an event; the trials have it when this returns."""
+        """Record an event, and apply it to the trials."""
         with self.lock:
             self._append(encode_event(event))
             self._apply(event)
@@ -72,7 +72,7 @@ class RecordedTrials:
         self._count(event)
 
     def _count(self, event: Event) -> None:
-        """Keep the numbers of the trials in each state, so that no decision looks through all trials for them."""
+        """Update the numbers of the trials in each state, so that no decision searches all trials for them."""
         if isinstance(event, SweepLed):
             if event.is_fresh:
                 for numbers in self._numbers.values():

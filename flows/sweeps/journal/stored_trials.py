@@ -14,7 +14,7 @@ from .journal import Entry, JournalDamagedError, read_journal
 
 
 def read_events(run: Run) -> list[Event]:
-    """Return the events of a sweep, from its beginning, without those that a newer version alone knows.
+    """Return the events of a sweep, from its beginning, without those that only a newer version knows.
 
     Raises:
         JournalDamagedError: If the journal is damaged.
@@ -24,9 +24,9 @@ def read_events(run: Run) -> list[Event]:
 
 
 def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
-    """Return the events in entries of a sweep's journal, without those that a newer version alone knows.
+    """Return the events in entries of a sweep's journal, without those that only a newer version knows.
 
-    The runs in them are those below `run`, where the trials are, also if its directory has got another name meanwhile.
+    The names of runs in them are those below `run`, even if its directory has been renamed since.
     """
     where = f"the journal of sweep {run.name!r}"
     return [event for entry in entries if (event := decode_event(_below(run.name, entry), where)) is not None]
@@ -36,7 +36,7 @@ def whole_events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
     """Return the events in all entries of a sweep's journal, as `events_of` does.
 
     Raises:
-        JournalDamagedError: If they tell of a trial before its start, as with an entry of another sweep among them.
+        JournalDamagedError: If an event of a trial precedes its start, such as an event of another sweep.
 
     """
     events = events_of(run, entries)
@@ -44,9 +44,9 @@ def whole_events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
     if lost := next((event for event in events if id(event) not in have_start), None):
         assert not isinstance(lost, SweepLed)
         raise JournalDamagedError(
-            f"the journal of sweep {run.name!r} in {run.storage.url} tells of trial {lost.trial} before its start, so entries "
+            f"the journal of sweep {run.name!r} in {run.storage.url} mentions trial {lost.trial} before its start, so entries "
             "of another sweep or of a newer version are among its own: restore it from a backup, or begin again with "
-            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) have what is known"
+            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
         )
     return events
 
@@ -62,9 +62,9 @@ def read_trials(run: Run) -> dict[int, TrialRecord]:
 
 
 def read_known_trials(run: Run) -> tuple[dict[int, TrialRecord], str | None]:
-    """Return the trials of a sweep as far as its journal can be read, and what of it is lost, in words; None if nothing is.
+    """Return the trials of a sweep as far as its journal can be read, and a text on its lost entries; None if none is lost.
 
-    A trial whose start is lost is left out; one whose end is lost is as it was before.
+    A trial whose start is lost is left out; one whose end is lost keeps its state before the end.
     """
     lost: list[str] = []
     trials = history_of(_with_their_start(events_of(run, read_journal(run, lost))))

@@ -28,8 +28,8 @@ class OptunaPruning:
         pruner = imported("pruner", name)()
         if not isinstance(pruner, optuna.pruners.BasePruner):
             raise ValueError(f"pruner={name!r} returned a {type(pruner).__name__}: return an Optuna pruner")  # noqa: TRY004 - one error
-        logging.getLogger("optuna.storages._in_memory").setLevel(logging.WARNING)  # it tells of each study that it makes
-        # A name that lasts: HyperbandPruner chooses a trial's bracket by it, and Optuna's own would be another after a kill.
+        logging.getLogger("optuna.storages._in_memory").setLevel(logging.WARNING)  # it logs each study that it creates
+        # A fixed name: HyperbandPruner chooses a trial's bracket by it, and Optuna's generated one would differ after a kill.
         self._study = optuna.create_study(pruner=pruner, study_name="sweep")
         self._trials: dict[int, optuna.trial.Trial] = {}
         self._last: dict[int, float] = {}

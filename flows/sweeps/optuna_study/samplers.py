@@ -1,4 +1,4 @@
-"""The samplers of a sweep: which there are, which fits a search, and one that is made for a seed."""
+"""The samplers of a sweep: the available ones, the one that fits a search, and its construction with a seed."""
 
 import importlib
 import importlib.util
@@ -56,7 +56,7 @@ def check_sampler(search: SearchConfig, space: Nested) -> str:
 
 
 def sampler_of(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
-    """Return what makes the sampler of that name for a seed."""
+    """Return a function that makes the sampler of that name for a seed."""
     from optuna import samplers  # noqa: PLC0415 - an extra
 
     if ":" in name:
@@ -70,7 +70,7 @@ def sampler_of(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
         "gp": lambda seed: samplers.GPSampler(seed=seed),
         "nsga2": lambda seed: samplers.NSGAIISampler(seed=seed),
         "random": lambda seed: samplers.RandomSampler(seed=seed),
-        "grid": lambda seed: samplers.RandomSampler(seed=seed),  # all of whose trials are given
+        "grid": lambda seed: samplers.RandomSampler(seed=seed),  # every combination is enqueued
     }
     return makers[name]
 
@@ -80,15 +80,15 @@ def _qmc_sampler(seed: int) -> "optuna.samplers.BaseSampler":
     from optuna.samplers import QMCSampler  # noqa: PLC0415
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)  # once for each trial; who names it has chosen it
+        warnings.simplefilter("ignore", ExperimentalWarning)  # once for each trial, though the user has chosen it
         return QMCSampler(seed=seed, warn_independent_sampling=False)
 
 
 def imported_sampler(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]":
-    """Return what makes the sampler at an import path for a seed.
+    """Return a function that makes the sampler at an import path for a seed.
 
     Raises:
-        ValueError: If the path leads to none.
+        ValueError: If the path leads to no function.
 
     """
     from optuna.samplers import BaseSampler  # noqa: PLC0415 - an extra
@@ -108,7 +108,7 @@ def imported_sampler(name: str) -> "Callable[[int], optuna.samplers.BaseSampler]
 
 
 def _has_seed(make: Callable[..., Any]) -> bool:
-    """Return whether a parameter is named `seed`: of most of Optuna's own samplers, it is not the first."""
+    """Return whether a parameter is named `seed`: in most of Optuna's own samplers, it is not the first."""
     try:
         return "seed" in inspect.signature(make).parameters
     except (TypeError, ValueError):  # no function, or a built-in one
@@ -119,7 +119,7 @@ def imported(what: str, name: str) -> Callable[..., Any]:
     """Return the function "module:function".
 
     Raises:
-        ValueError: If there is none, with `what` it is.
+        ValueError: If there is none; the message begins with `what`.
 
     """
     place, _, function = name.partition(":")

@@ -1,4 +1,4 @@
-"""The storage of a sweep's study, and what samplers see of it: each trial once, and with rungs those that compare."""
+"""The storage of a sweep's study, in which samplers see each trial once, and with rungs only comparable trials."""
 
 from collections.abc import Container, Iterable
 from copy import copy
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 Operation: TypeAlias = dict[str, Any]
-CONTINUES = "continues"  # of the study's trials that tell more of an earlier one: its number
+CONTINUES = "continues"  # the attribute of a newer observation of a trial: the trial's number
 _FOR_A_MODEL = 10  # trials; as many suggestions of tpe and gp are random before they fit one
 
 
@@ -40,8 +40,8 @@ def operation_log(operations: Iterable[Operation]) -> Any:
 def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage":
     """Return the storage of a study that this process alone changes.
 
-    A suggestion does not look through all trials for one that waits, and a sampler sees each trial of the sweep once: with
-    successive halving it would else take those that go on for several good configs at the same place.
+    A suggestion does not search all trials for an enqueued one, and a sampler sees each trial of the sweep once: with
+    successive halving, it would otherwise take a resumed trial for several good configs at the same place.
 
     Args:
         log: The operations of the study.
@@ -52,7 +52,7 @@ def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage
     from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
 
     class StudyStorage(JournalStorage):
-        _may_wait = True  # whether a trial may have been enqueued, which each suggestion asks
+        _may_wait = True  # whether a trial may have been enqueued, which each suggestion checks
 
         def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
             self._may_wait |= template_trial is not None and template_trial.state == TrialState.WAITING
@@ -109,11 +109,11 @@ def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
 
 
 def _at_one_rung(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
-    """Return what a model is fitted to: trials that have reached the highest rung that enough have reached, as complete there.
+    """Return the trials to fit a model to: those at the highest rung that enough have reached, as complete there.
 
     S. Falkner et al., BOHB: Robust and Efficient Hyperparameter Optimization at Scale, ICML 2018, section 3.2. Values at
-    different rungs do not compare: the early ones tell which config is fast. Trials that are not over yet or have failed are
-    returned as they are, and all are while none of the rungs has enough.
+    different rungs do not compare: the early ones show which config is fast. Trials that have not ended yet or have failed
+    are returned unchanged, and so are all trials while no rung has enough.
     """
     from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 

@@ -45,12 +45,12 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a trial has shown.
+    """The observed values of a trial.
 
     Attributes:
         state: Whether it has ended, was stopped early or paused ("pruned"), or has failed.
         values: The values of the metrics at the end, none of which is NaN; None if there are none.
-        intermediate: The values of the metric on the way, by step.
+        intermediate: The intermediate values of the metric, by step.
 
     """
 
@@ -60,7 +60,7 @@ class Observation:
 
 
 def check_search(search: SearchConfig, space: Nested) -> None:
-    """Raise unless what is searched and how fit each other.
+    """Raise unless the space and the configuration of a search fit each other.
 
     Raises:
         ValueError: If the sampler does not fit the space or the metrics, if an import path leads to no sampler or pruner, or if
@@ -76,13 +76,13 @@ def check_search(search: SearchConfig, space: Nested) -> None:
 
 
 def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
-    """Return what is tried first: the initial points, and with a grid every combination, as often as there are trials for."""
+    """Return the points to try first: the initial ones, and with a grid every combination, repeated for all trials."""
     points = _initial_points(search, space)
     if check_sampler(search, space) != "grid":
         return points
     combinations = list(space.points(""))
     chosen: list[Parameters] = []
-    for point in points:  # a part of a combination is the first one that has it
+    for point in points:  # a partial point becomes the first combination that contains it
         chosen.append(next((it for it in combinations if point.items() <= it.items() and it not in chosen), point))
     whole = chosen + [it for it in combinations if it not in chosen]
     return whole + list(islice(cycle(combinations), max(0, (search.num_trials or 0) - len(whole))))
@@ -94,7 +94,7 @@ def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:
 
 def _initial(space: Nested, number: int, point: Mapping[str, Any]) -> Parameters:
     try:
-        return space.parameters("", as_stored(point))  # as the options are: a tuple is a list
+        return space.parameters("", as_stored(point))  # a tuple becomes a list, as in the options
     except (TypeError, ValueError) as exc:
         raise ValueError(f"initial_points[{number}]: {exc}") from None
 
@@ -103,7 +103,7 @@ class Study:
     """The suggestions for one sweep, and what is known of its trials; not safe to share between threads.
 
     Args:
-        operations: Those of the study so far, from the journal.
+        operations: The operations of the study so far, from the journal.
         search: The configuration of the search.
         space: The space.
         seed: The seed.
@@ -124,7 +124,7 @@ class Study:
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
         self._untried = list(points)
-        logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it tells of each study that it makes
+        logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it logs each study that it creates
         by_rung = search.scheduler in _SUCCESSIVE_HALVING and name in _MODELS and len(search.metrics) == 1
         self._storage = study_storage(self._log, by_rung=by_rung)
         if self._log.operations:
@@ -145,7 +145,7 @@ class Study:
             )
 
     def take_operations(self) -> list[Operation]:
-        """Return the operations since the last call, which are to be recorded with what they belong to."""
+        """Return the operations since the last call, which are to be recorded with the event that they belong to."""
         new: list[Operation] = self._log.operations[self._taken :]
         self._taken = len(self._log.operations)
         return new
@@ -161,7 +161,7 @@ class Study:
         return Suggestion(trial.number, chosen)
 
     def observe(self, study_number: int, observation: Observation) -> None:
-        """Add what a trial has shown; of one that was told before and went on, samplers see the newest observation only.
+        """Add an observation of a trial; of a trial that was observed before, samplers see only the newest one.
 
         With asha and hyperband, tpe and gp see the trials at one rung; see `study_storage`.
         """

@@ -1,4 +1,4 @@
-"""Asynchronous successive halving by promotion, and hyperband of it.
+"""Asynchronous successive halving by promotion, and hyperband, which is made of it.
 
 L. Li et al., A System for Massively Parallel Hyperparameter Tuning (ASHA), MLSys 2020, algorithm 2: a trial pauses at a rung,
 and the best 1/eta of those that have reached it are resumed, the highest rung first. Hyperband: L. Li et al., JMLR 2018.
@@ -24,8 +24,8 @@ class Asha:
         grace_period: The time of the first rung.
         reduction_factor: Of the trials at a rung, one in this many is resumed; each rung is this many times the one before.
         max_t: The time at which a trial is complete.
-        population: The number of trials. Once all have paused, the best goes on though fewer than `reduction_factor` did.
-        brackets: The number of the first rung of the trials of each bracket, and how many trials in a row each gets.
+        population: The number of trials. Once all have paused, the best is resumed though fewer than `reduction_factor` have.
+        brackets: How many trials in a row each bracket gets; the number of a bracket is that of its trials' first rung.
 
     """
 
@@ -60,7 +60,7 @@ class Asha:
         raise AssertionError(place)
 
     def decide(self, history: History, number: int) -> Decision:
-        """Return that the trial goes on if it is promoted at once, is complete at the last rung, and else pauses."""
+        """Return the decision: the trial completes at the last rung, continues if it is promoted now, and else pauses."""
         trial = history[number]
         rungs = self.rungs(self.bracket_of(number))
         rung = len(_at_rungs(trial, rungs)) - 1
@@ -76,7 +76,7 @@ class Asha:
     def promote(self, history: History) -> Promotion | None:
         """Return a paused trial that is among the best 1/eta of those that have reached its rung; the highest rung first.
 
-        After these, one that another scheduler, or other rungs, paused before its first rung.
+        If there is none, return one that another scheduler, or other rungs, paused before its first rung.
         """
         rungs_of = [self.rungs(bracket) for bracket in range(len(self.brackets))]
         for to_go in range(1, max(map(len, rungs_of))):  # from the rung before the last one down
@@ -93,9 +93,9 @@ class Asha:
         return None
 
     def lost(self, history: History) -> frozenset[int]:
-        """Return the paused trials that so many others beat at their rung that they are not resumed however many reach it.
+        """Return the paused trials that so many others beat at their rung that they are never resumed, however many reach it.
 
-        That holds while none of the better ones fails, and the number of trials stays.
+        This holds while none of the better trials fails, and the number of trials does not change.
         """
         members: dict[int, list[TrialRecord]] = {}
         for trial in history.values():
@@ -139,9 +139,9 @@ def _reached(trials: Iterable[TrialRecord], rungs: Sequence[float], rung: int) -
 
 
 def _at_rungs(trial: TrialRecord, rungs: Sequence[float]) -> list[RungReport]:
-    """Return a trial's report at each rung that it has reached: the first that is not before it, and after the rung below's.
+    """Return a trial's report at each rung that it has reached: the first at or after the rung's time that no lower rung has.
 
-    Without other rungs, or another scheduler, in an earlier start of the sweep these are all its reports.
+    These are all its reports, unless an earlier start of the sweep had other rungs or another scheduler.
     """
     found: list[RungReport] = []
     for report in trial.reports:
@@ -151,7 +151,7 @@ def _at_rungs(trial: TrialRecord, rungs: Sequence[float]) -> list[RungReport]:
 
 
 def _best_first(reached: _Reached, rung: int) -> _Reached:
-    """Return the trials that have reached a rung and not failed by their value there, of equal ones the older first."""
+    """Return the trials that have reached a rung and not failed, the best there first; of equal ones, the older first."""
     alive = [(it, reports) for it, reports in reached if it.state != "failed"]
     return sorted(alive, key=lambda one: (*sort_key(one[1][rung].value), one[0].number))
 

@@ -14,8 +14,8 @@ from .scheduling import Decision, ResumesAll, is_score, sort_key
 class Median(ResumesAll):
     """Stops a trial whose best value is worse than the median of the others' averages up to the same time.
 
-    Others count that have come as far, as in Ray Tune: the averages of those that were stopped before are of their bad
-    beginnings alone, and with many of them no trial would be worse.
+    As in Ray Tune, only others that have come as far count. The average of a trial that was stopped earlier covers only its bad
+    beginning, and with many such averages no trial would be worse than the median.
 
     Attributes:
         grace_period: No trial is stopped before this time.
@@ -28,7 +28,7 @@ class Median(ResumesAll):
     asks_always: ClassVar[bool] = True
     promotes_first: ClassVar[bool] = True
 
-    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - the signature of Scheduler
         """Return the time from which a trial may be stopped."""
         return self.grace_period
 

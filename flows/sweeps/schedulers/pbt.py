@@ -24,9 +24,9 @@ class PopulationBased(ResumesAll):
         space: The space.
         interval: The time between two decisions on a trial.
         population: The number of trials.
-        seed: Of the choices.
-        quantile: Which share of the trials counts as the best, and as the worst.
-        resample_probability: How probable it is that a parameter is drawn anew instead of perturbed.
+        seed: The seed of the random choices.
+        quantile: The share of the trials that counts as the best, and as the worst.
+        resample_probability: The probability that a parameter is drawn anew instead of perturbed.
 
     """
 
@@ -39,7 +39,7 @@ class PopulationBased(ResumesAll):
     asks_always: ClassVar[bool] = False
     promotes_first: ClassVar[bool] = False
 
-    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - the signature of Scheduler
         """Return the first interval's end."""
         return self.interval
 
@@ -59,7 +59,7 @@ class PopulationBased(ResumesAll):
         return Decision("running", following)
 
     def promote(self, history: History) -> Promotion | None:
-        """Return the paused trial that is decided on first."""
+        """Return the paused trial whose next decision is due first."""
         paused = [trial for trial in history.values() if trial.state == "paused"]
         if not paused:
             return None
@@ -91,7 +91,7 @@ class PopulationBased(ResumesAll):
         return random.choice(best) if best else None
 
     def _due(self, trial: TrialRecord) -> float:
-        """Return when a paused trial is decided on: of one that takes over a checkpoint, its own reports do not tell."""
+        """Return the time of a paused trial's next decision; its own reports do not show it once it takes over a checkpoint."""
         return self._next(trial) if trial.milestone is None else trial.milestone
 
     def _next(self, trial: TrialRecord) -> float:
@@ -111,18 +111,18 @@ class RandomDraw:
     def __init__(self, random: Random) -> None:
         self._random = random
 
-    def real(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float:  # noqa: ARG002 - a Draw
+    def real(self, name: str, low: float, high: float, *, step: float | None, log: bool) -> float:  # noqa: ARG002 - the signature of Draw
         """Return a float."""
         if log:
             return min(high, max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))))
         value = self._random.uniform(low, high)
         return value if step is None else _on_step(value, low, high, step)
 
-    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:  # noqa: ARG002 - a Draw
+    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:  # noqa: ARG002 - the signature of Draw
         """Return an integer."""
         return self._random.randrange(low, high + 1, step)
 
-    def category(self, name: str, labels: Any) -> Any:  # noqa: ARG002 - a Draw
+    def category(self, name: str, labels: Any) -> Any:  # noqa: ARG002 - the signature of Draw
         """Return one of `labels`."""
         return self._random.choice(labels)
 

@@ -9,7 +9,7 @@ from .scheduling import Decision, ResumesAll
 
 
 class Pruning(Protocol):
-    """A pruner with what it knows of the trials."""
+    """A pruner, with its record of the trials."""
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Add a report of a trial, and return whether the trial is to stop."""
@@ -23,8 +23,8 @@ class Pruning(Protocol):
 class PrunedTrials(ResumesAll):
     """Stops a trial at a report at which a pruner would.
 
-    What the pruner knows is made from the history, so a sweep that is started again has it, too: report by report, as far as
-    they are new. A pruner that depends on the order in which trials reported sees them by trial then.
+    The pruner's record is rebuilt from the history, so a sweep that is started again has it, too: each new report is added
+    once. After another start, a pruner that depends on the order in which trials reported gets the reports trial by trial.
 
     Args:
         pruning: The pruner.
@@ -44,7 +44,7 @@ class PrunedTrials(ResumesAll):
         self._seen: dict[int, int] = {}  # how many reports of each trial
         self._ended: set[int] = set()
 
-    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - the signature of Scheduler
         """Return 0: the pruner sees every report."""
         return 0.0
 
@@ -61,7 +61,7 @@ class PrunedTrials(ResumesAll):
         return Decision("running", 0.0)
 
     def _catch_up(self, trial: TrialRecord) -> bool:
-        """Let the pruner see the new reports of a trial, and return what it says of the last of them."""
+        """Add the new reports of a trial to the pruner, and return whether it would prune the trial at the last one."""
         prunes = False
         seen = self._seen.get(trial.number, 0)
         for count, report in enumerate(trial.reports[seen:], seen + 1):

@@ -1,4 +1,4 @@
-"""What a scheduler decides, and from what."""
+"""The interface of schedulers, and their decisions."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Decision:
 
     Attributes:
         state: "running": it goes on. "paused": it ends, and may be resumed. "stopped" and "completed": it ends for good.
-        milestone: The time at whose first checkpoint a trial that goes on asks again; None if never.
+        milestone: The time from which the first report with a checkpoint of a continuing trial needs a decision; None if never.
         reason: Why it ends, or waits.
         clone: The trial whose checkpoint and config it takes over; it is paused until it is resumed with them.
 
@@ -48,7 +48,7 @@ class Promotion:
 
     Attributes:
         number: Its number.
-        milestone: The time at whose first checkpoint it asks again.
+        milestone: The time from which its first report with a checkpoint needs a decision.
 
     """
 
@@ -57,10 +57,10 @@ class Promotion:
 
 
 class Scheduler(Protocol):
-    """Decides from the history alone; a lower value is better, and what is no score (see `is_score`) is the worst.
+    """Decides from the history alone; a lower value is better, and a value that is no score (see `is_score`) is the worst.
 
     Attributes:
-        asks_always: Whether every report asks, also one without a checkpoint; else the first with one after the milestone.
+        asks_always: Whether every report from the milestone on needs a decision; else only the first with a checkpoint does.
         promotes_first: Whether paused trials are resumed before new ones start.
 
     """
@@ -73,7 +73,7 @@ class Scheduler(Protocol):
         ...
 
     def decide(self, history: History, number: int) -> Decision:
-        """Return what trial `number` does, whose newest report is in the history."""
+        """Return the decision on trial `number`, whose newest report is in the history."""
         ...
 
     def promote(self, history: History) -> Promotion | None:
@@ -86,7 +86,7 @@ class Scheduler(Protocol):
 
 
 class ResumesAll:
-    """Resumes every paused trial: the scheduler pauses for a while, if at all, and another one may have paused some before."""
+    """Resumes every paused trial: the scheduler pauses none for good, and another one may have paused some before."""
 
     __slots__ = ()
 
@@ -95,8 +95,8 @@ class ResumesAll:
         paused = [number for number, trial in sorted(history.items()) if trial.state == "paused"]
         return Promotion(paused[0], None) if paused else None
 
-    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - as the others
-        """Return none: every paused trial is resumed."""
+    def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - the signature of Scheduler
+        """Return an empty set: every paused trial is resumed."""
         return frozenset()
 
 
@@ -106,20 +106,20 @@ class RunToTheEnd(ResumesAll):
     asks_always: ClassVar[bool] = False
     promotes_first: ClassVar[bool] = True
 
-    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - as the others
+    def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - the signature of Scheduler
         """Return None: no trial asks."""
         return None
 
-    def decide(self, history: History, number: int) -> Decision:  # noqa: ARG002 - as the others
+    def decide(self, history: History, number: int) -> Decision:  # noqa: ARG002 - the signature of Scheduler
         """Return that the trial goes on."""
         return Decision("running")
 
 
 def is_score(value: float) -> bool:
-    """Return whether trials compare by a value, of which a lower one is better: NaN and a loss of minus infinity are none."""
+    """Return whether trials can be compared by a value, where lower is better: not by NaN, nor by minus infinity."""
     return value > -math.inf
 
 
 def sort_key(value: float) -> tuple[bool, float]:
-    """Return a key that sorts values, the best first and what is no score last."""
+    """Return a key that sorts values, the best first, and values that are no score last."""
     return (False, value) if is_score(value) else (True, 0.0)

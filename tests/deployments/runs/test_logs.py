@@ -96,4 +96,4 @@ def test_an_unknown_flow_run_is_one_sentence(local, command, tmp_path, prefect_s
     flow_run_id = str(uuid4())
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
     code, _, err = command("logs", local, "run")
-    assert (code, f"{prefect_server.api} knows no flow run {flow_run_id}" in err) == (1, True)
+    assert (code, f"{prefect_server.api} has no flow run {flow_run_id}" in err) == (1, True)

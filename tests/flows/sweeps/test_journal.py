@@ -119,7 +119,7 @@ def test_a_missing_entry_is_an_error_and_no_shorter_journal():
         read_journal(run)
     lost = []
     assert [entry.get("n") for entry in read_journal(run, lost)] == [None, 1, 2]
-    assert lost == [f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is not there"]
+    assert lost == [f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is missing"]
 
 
 @pytest.mark.parametrize("kept", [0, 20, -1])
@@ -200,7 +200,7 @@ def test_an_event_of_a_trial_that_was_not_started_is_an_error(tmp_path):
     body = json.loads(run.storage.get_bytes(start.key))["body"]
     number = body["entry"]["trial"]
     run.storage.put_bytes(start.key, seal({**body, "entry": {**body["entry"], "trial": 7}}))  # as another sweep's
-    with pytest.raises(JournalDamagedError, match=f"tells of trial {number} before its start"):
+    with pytest.raises(JournalDamagedError, match=f"mentions trial {number} before its start"):
         read_trials(run)
     known, lost = read_known_trials(run)
     assert (known.keys(), lost) == ({7, *whole} - {number}, None)

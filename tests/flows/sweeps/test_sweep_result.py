@@ -104,7 +104,7 @@ def test_a_journal_that_lacks_ends_of_a_completed_sweep_is_told(tmp_path, caplog
     assert not caplog.records
     write_outcome(Run.open(LocalStorage(tmp_path), "digits"), Outcome(1, "completed"))
     SweepResult.from_storage(tmp_path, "digits")
-    assert "sweep 'digits' has completed, and trial 4 is running by its journal: its last entries are lost" in caplog.text
+    assert "sweep 'digits' has completed, but trial 4 is running in its journal, whose last entries are lost" in caplog.text
 
 
 def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):

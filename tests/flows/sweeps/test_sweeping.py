@@ -175,7 +175,7 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run, caplog):
     assert result.best.metrics == {"loss": 6}
     assert "no trial ran" not in caplog.text
     assert sweep("sweep_trainings:return_loss", space, {"y": 6}, SearchConfig(metric="loss"), run=run) == result
-    assert "no trial ran: none was left, so the result is that of the sweep before; another RunConfig.name" in caplog.text
+    assert "no trial ran: none was left, so the result is the earlier one; another RunConfig.name" in caplog.text
     with pytest.raises(ValueError, match=r"has space=.* give it another name, or resume='never'"):
         sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=run)
     assert read_status(Run.open(run.storage, run.name)).state == "completed"  # as before
@@ -421,7 +421,7 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
     led.storage.put_bytes(first.key, b"damaged")
     with pytest.raises(JournalDamagedError):
         sweep("sweep_trainings:return_loss", space, search=asked, run=run)
-    with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) have what is known"):
+    with pytest.raises(JournalDamagedError, match=r"SweepResult\.from_storage\(\.\.\., partial=True\) show what is known"):
         SweepResult.from_storage(run.storage, run.name)
     assert [trial.config for trial in SweepResult.from_storage(run.storage, run.name, partial=True)] == [{"x": 1}, {"x": 2}]
     assert read_status(led).state == "failed"
