@@ -76,7 +76,7 @@ def report_state(
         return
     check_world_size("Accelerator", accelerator.num_processes, context)
     with _saved_state(accelerator, context, safe_serialization) as (folder, is_ours):
-        accelerator.wait_for_everyone()  # save_state does not: other ranks may be writing
+        accelerator.wait_for_everyone()  # save_state does not wait: other ranks may still be writing
         with part_of_rank(folder, context, os.link if is_ours else os.symlink) as part:
             report(metrics, part, step=step, progress=progress, upload=upload)
 
@@ -121,7 +121,7 @@ def _saved_state(accelerator: Accelerator, context: TrainContext, safely: bool) 
 
 def _skip_names_in_use(accelerator: Accelerator) -> None:
     """Continue the numbering after the directories of an earlier attempt, which `save_state` would refuse to write to."""
-    accelerator.wait_for_everyone()  # before any rank makes the next
+    accelerator.wait_for_everyone()  # before any rank makes the next directory
     paths = list(folder.iterdir()) if (folder := Path(accelerator.project_dir, "checkpoints")).is_dir() else []
     used = [int(match[1]) for path in paths if (match := re.fullmatch(r"checkpoint_(\d+)", path.name))]
     configuration = accelerator.project_configuration

@@ -39,7 +39,7 @@ class CheckpointStorage(Block):
     _block_type_slug = "checkpoint-storage"
     _description = "Where trainings keep their checkpoints: a directory, a bucket, or a path below another block."
     _documentation_url = cast("HttpUrl", "https://docs.prefect.io/v3/concepts/blocks")
-    # Prefect takes no data: URL; this one is pinned to a commit, and every server that shows its own file systems shows it.
+    # Prefect accepts no data: URL. This one is pinned to a commit, and a server that shows Prefect's own file systems shows it.
     _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - Prefect has no public name for it
 
     location: str = Field(
@@ -63,7 +63,7 @@ class CheckpointStorage(Block):
     @field_validator("file_system", mode="before")
     @classmethod
     def _tell_apart(cls, value: Any) -> Any:
-        """Choose the type by the fields: Prefect stores a nested block without it, and any block fits a LocalFileSystem."""
+        """Choose the type by the fields: Prefect stores a nested block without its type, and all fit a LocalFileSystem."""
         if not isinstance(value, Mapping):
             return value
         if "bucket_name" in value:
@@ -71,7 +71,7 @@ class CheckpointStorage(Block):
         return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
 
     def check(self) -> StorageProbe:
-        """Write, list, read and delete small objects there, all of which are removed; return the steps and their durations.
+        """Write, list, read and delete small objects in this storage; return the steps and their durations. No object remains.
 
         Costs a dozen requests; a storage that does not answer fails after about twenty seconds.
 
@@ -99,14 +99,14 @@ class CheckpointStorage(Block):
 
         Raises:
             ValueError: If the location is invalid, a field is misspelled, checkpoints cannot be stored with the file system, or
-                the password has no place in either.
+                a password is given with a file system, or with a location without a user.
 
         """
         refuse_misspelled_fields(self)
         if self.file_system is None:
             if not self.location and self.model_extra:  # Prefect's blocks take any field
                 unknown, fields = ", ".join(map(repr, self.model_extra)), ", ".join(type(self).model_fields)
-                raise ValueError(f"the block has no location, and no field {unknown} that is one: its fields are {fields}")
+                raise ValueError(f"the block has no location, and {unknown} is none of its fields: {fields}")
             spec = spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
         if self.password is not None:
@@ -119,7 +119,7 @@ class CheckpointStorage(Block):
 def _with_password(spec: StorageSpec, password: str) -> StorageSpec:
     if "@" not in spec.url.partition("://")[2].partition("/")[0]:
         raise ValueError(
-            f"the block has a password, but its location names no user: {spec.url} should be as sftp://user@host/path"
+            f"the block has a password, but its location names no user: {spec.url} should look like sftp://user@host/path"
         )
     return replace(spec, options={**spec.options, "password": password})
 

@@ -39,7 +39,7 @@ class Checkpoint:
         path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
         id: The id of a committed checkpoint; None for a plain directory.
         store: The run of a committed checkpoint; None for a plain directory.
-        node_copy: Keeps what is downloaded to load a state for the other ranks of this node; None where there are none.
+        node_copy: Keeps the downloads of a loaded state for the other ranks of this node; None if there are no others.
 
     Raises:
         ValueError: If `path` is empty, or a URL of anything but a committed checkpoint.
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def filesystem(self) -> "Never":
-        """Raise AttributeError: this is Ray's, and the error says what to write."""
+        """Raise AttributeError: the attribute is Ray's, and the message names the replacement."""
         raise AttributeError(
             f"{type(self).__name__!r} object has no attribute 'filesystem', which is Ray's, and pyarrow's: write "
             "checkpoint.store.storage, or read the files in checkpoint.as_directory()"
@@ -191,7 +191,7 @@ class Checkpoint:
     ) -> str:
         """Copy the files, verified, into a directory of the caller's and return its path.
 
-        Of a committed checkpoint, none of them is there after an error, such as that of one that is pruned meanwhile.
+        After an error, such as a prune of the checkpoint meanwhile, no file of a committed checkpoint is in the directory.
 
         Args:
             path: The directory, created if missing; None creates a new temporary one.
@@ -213,7 +213,7 @@ class Checkpoint:
                 copy_folder(self.directory, target, chosen)
         else:
             manifest, files = self._choose(self.store, include, own_files=own_files)
-            metadata = self.store.metadata(manifest)  # before the files: what is pruned afterwards is complete
+            metadata = self.store.metadata(manifest)  # before the files: once those are read, a prune no longer matters
             with _made(path) as target:
                 download(self.store, manifest, files, target)
         if metadata:
@@ -231,28 +231,29 @@ class Checkpoint:
         """Restore `state`, as it was given to `report(..., state=...)`, in place; every byte is verified before it is used.
 
         The ranks read in parallel, each only the data it needs: for a DTensor its own part, whatever the number of ranks that
-        stored it. What all ranks of a node need from a bucket is downloaded once, below `TMPDIR`, if there is room. Names that
-        `state` leaves out are not read; a dict below a name gets back every item it held. All names, shapes and dtypes are
-        compared before anything changes; after an error while reading, parts of `state` are restored and others not.
-        A tensor outside of modules that shares the memory of a module in `state`, or of another tensor there, is replaced by a
-        new one where its stored values are others.
+        stored it. Data that all ranks of a node need from a bucket are downloaded once, below `TMPDIR`, if there is enough
+        space. Names that `state` leaves out are not read; a dict below a name gets back every item it held. All names, shapes
+        and dtypes are compared before anything changes; after an error while reading, parts of `state` are restored and others
+        not. A tensor outside of modules that shares the memory of a module in `state`, or of another tensor there, is replaced
+        by a new one if its stored values differ from those loaded into that memory.
 
-        On GPUs it waits for the work that this thread has queued on the current streams; work on other streams must be awaited
-        by these before. Afterwards every stream sees the values. A tensor below a name for which `state` holds none, such as an
-        item of an empty dict, is built on the CPU.
+        On GPUs it waits for the work that this thread has queued on the current streams; these must wait for work on other
+        streams before the call. Afterwards every stream sees the values. A tensor below a name for which `state` holds none,
+        such as an item of an empty dict, is built on the CPU.
 
         Args:
             state: Modules, optimizers and other objects with `load_state_dict`, tensors, arrays, plain values and containers of
                 them, under the names of the report. An optimizer may be fresh. Random generators are set last.
             rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for each
-                value that differed between ranks of another number; returns this rank's value. None raises instead.
+                value that differed between ranks, if the number of ranks has changed; returns this rank's value. None raises
+                instead.
             rank: This rank; None means that of the training, or 0 outside of one.
             world_size: The number of ranks; None means that of the training, or 1 outside of one.
 
         Raises:
             ValueError: If `state` is no dict, or there is no such rank.
             StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype.
-            RankLocalStateError: If ranks of another number had values of their own, without `rank_local`.
+            RankLocalStateError: If values differed between ranks, the number of ranks has changed, and `rank_local` is None.
             CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
@@ -280,7 +281,7 @@ class Checkpoint:
 
         Raises:
             IsADirectoryError: If `path` is a directory.
-            ValueError: If there is no tensor below `key`, each rank has its own of it, or safetensors has no such dtype.
+            ValueError: If there is no tensor below `key`, each rank stored its own, or safetensors does not support its dtype.
             CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 
@@ -311,7 +312,7 @@ class Checkpoint:
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
 
-        Only what is committed has a digest, by which a later change of the stored bytes is seen.
+        Only committed metadata has a digest, which reveals a later change of the stored bytes.
 
         Raises:
             ValueError: If JSON cannot represent it.
@@ -331,7 +332,7 @@ class Checkpoint:
             (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the user's metadata, replacing equal keys; a read and then a write, so of two at a time one may be lost.
+        """Add to the user's metadata, replacing equal keys; not atomic, so one of two concurrent updates may be lost.
 
         Raises:
             ValueError: If JSON cannot represent it, or a plain directory's metadata file holds anything else.
@@ -349,7 +350,7 @@ class Checkpoint:
         return f"Checkpoint({self.path!r})"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: where it is, and what its manifest says; a checkpoint that is gone says so."""
+        """Return a table for notebooks: the path, and the facts of the manifest or the reason why it cannot be read."""
         rows = {"path": self.path, **self._facts()}
         left = ' style="text-align:left"'  # a notebook's own style centres heads, and moves cells to the right
         cells = {escape(name): escape(str(value)) for name, value in rows.items()}
@@ -383,14 +384,14 @@ class Checkpoint:
         return self.directory
 
     def _committed(self, run: Run) -> Manifest:
-        """Return the manifest of this handle, which never changes, or else the stored one."""
+        """Return the manifest that this handle holds, which never changes, or else read the stored one."""
         assert self.id is not None
         return run.committed(self.id) if self._manifest is None else self._manifest
 
 
 @contextmanager
 def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
-    """Yield the directory at `path`, or else a new one; one that was made stays unless an error leaves the block."""
+    """Yield the directory at `path`, or else a new one; after an error, remove a directory created here."""
     target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
     is_new = path is None or not target.exists()
     target.mkdir(parents=True, exist_ok=True)

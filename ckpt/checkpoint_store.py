@@ -40,10 +40,10 @@ class CheckpointStore(Run):
         return self.name
 
     def list(self) -> list[Manifest]:
-        """Return every committed checkpoint, oldest first; costs a listing, and a small read each and for each evaluation.
+        """Return every committed checkpoint, oldest first; costs a listing, and a small read per checkpoint and evaluation.
 
-        Up to 32 reads run concurrently. Of a training that keeps many checkpoints, they are read from an index, some thousands
-        with each request.
+        Up to 32 reads run concurrently. If a training keeps many checkpoints, they are read from an index, some thousands
+        per request.
         A checkpoint that is damaged, that a newer version committed, or whose manifest alone the storage refuses, is left out
         with a warning.
         """
@@ -76,11 +76,11 @@ class CheckpointStore(Run):
         """Return a handle to read the checkpoint with.
 
         Raises:
-            TypeError: If `manifest` is none: `get` returns that of an id.
+            TypeError: If `manifest` is not a Manifest; `get` returns the manifest of an id.
 
         """
         if not isinstance(manifest, Manifest):
-            raise TypeError(f"{reprlib.repr(manifest)} is no manifest: store.get(id) returns that of an id")
+            raise TypeError(f"{reprlib.repr(manifest)} is no manifest: store.get(id) returns the manifest of an id")
         return Checkpoint.committed(self, manifest)
 
     def verify(self, manifest: Manifest, level: VerifyLevel = "digest") -> None:
@@ -93,7 +93,7 @@ class CheckpointStore(Run):
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
             CheckpointNotFoundError: If the checkpoint is being pruned.
-            TypeError: If `manifest` is none: `get` returns that of an id.
+            TypeError: If `manifest` is not a Manifest; `get` returns the manifest of an id.
 
         """
         self.checkpoint(manifest).verify(level)
@@ -103,20 +103,20 @@ class CheckpointStore(Run):
     ) -> Plan[Manifest]:
         """Delete the checkpoints that `policy` does not keep, manifest first; the newest and pinned ones always stay.
 
-        Returns the plan: the reasons why each of the others is kept, by id, and the manifests of those that were deleted.
+        Returns the plan: the manifests of the deleted checkpoints, and the reasons why each other checkpoint is kept, by id.
 
         Args:
             policy: The retention policy.
-            dry_run: Delete nothing; the plan has the manifests of those that would be deleted.
+            dry_run: Delete nothing; the plan has the manifests of the checkpoints that would be deleted.
             in_use: Ids that must stay because a training restores from them.
             up_to: Checkpoints newer than this id stay; None for no such limit.
 
         Raises:
-            StorageError: If a deletion failed; the others were done, unless the storage no longer answers, and the next prune
-                tries again.
+            StorageError: If a deletion failed. The other deletions were done, unless the storage no longer answers; the next
+                prune tries again.
 
         """
-        from prefect_torch.ckpt.runs.deletion.pruning import prune  # noqa: PLC0415 - deleting is apart from reading
+        from prefect_torch.ckpt.runs.deletion.pruning import prune  # noqa: PLC0415 - loaded only for a deletion
 
         return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
 
@@ -129,7 +129,7 @@ class CheckpointStore(Run):
         Args:
             checkpoint_id: The checkpoint.
             metrics: Metrics as `report` takes them.
-            name: The name of the evaluation; "eval" with `{"accuracy": 0.9}` is sorted by as "eval/accuracy".
+            name: The name of the evaluation. `best` finds the metric "accuracy" of "eval" as "eval/accuracy".
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
@@ -150,11 +150,11 @@ class CheckpointStore(Run):
     def pin(self, checkpoint_id: str, token: str | None = None) -> None:
         """Keep `checkpoint_id` until it is unpinned, despite any retention policy and any concurrent prune.
 
-        Costs five requests; while a prune is under way, a small read more.
+        Costs five requests, and one more small read while a prune is under way.
 
         Args:
             checkpoint_id: The checkpoint.
-            token: Eight hexadecimal digits by which `unpin` removes this pin alone; None for any.
+            token: Eight hexadecimal digits by which `unpin` removes this pin alone; None draws them at random.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
@@ -164,7 +164,7 @@ class CheckpointStore(Run):
         """
         if not is_id(checkpoint_id):
             raise CheckpointNotFoundError(f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
-        key = self.layout.pin(checkpoint_id, token or secrets.token_hex(4))  # of its own: to withdraw it removes no other pin
+        key = self.layout.pin(checkpoint_id, token or secrets.token_hex(4))  # unique: withdrawing this pin removes no other
         self.put_json(key, {"pinned_at": utc_now()})
         try:
             self._check_stays(checkpoint_id)
@@ -178,7 +178,7 @@ class CheckpointStore(Run):
                 f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} is being pruned at this moment: pin "
                 "another one, or this one again if it is still there in a minute"
             )
-        self.committed(checkpoint_id)  # last: a prune that has removed its mark before has deleted the manifest
+        self.committed(checkpoint_id)  # last: a prune that has already removed its mark has deleted the manifest
 
     def unpin(self, checkpoint_id: str, token: str | None = None) -> None:
         """Leave `checkpoint_id` to the retention policy again; harmless when it was not pinned.
@@ -194,7 +194,7 @@ class CheckpointStore(Run):
         self.storage.delete([key for key in self.keys(self.layout.pins) if stem(key) == checkpoint_id])
 
     def restore(self, checkpoint_id: str) -> Manifest:
-        """Restore a quarantined checkpoint to the run and return its manifest; every byte of it is read first.
+        """Restore a quarantined checkpoint to the run and return its manifest; every byte of its files is read first.
 
         Its manifest is put last, so a crash leaves it in quarantine or restored. A retention policy may then delete it like
         any other checkpoint; pin it to keep it.
@@ -207,7 +207,7 @@ class CheckpointStore(Run):
             CheckpointCorruptError: If it is damaged, naming the file; it stays in quarantine.
 
         """
-        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - writing is apart from reading
+        from prefect_torch.ckpt.runs.quarantine import restore  # noqa: PLC0415 - loaded only for a restore
 
         return restore(self, checkpoint_id)
 
@@ -215,7 +215,7 @@ class CheckpointStore(Run):
 def list_runs(storage: StorageLike) -> Iterator[str]:
     """Yield the names of the runs in `storage`, sorted, without the trials of sweeps.
 
-    Costs one listing, and one request per run at any number of checkpoints.
+    Costs one listing, and one request per run, whatever its number of checkpoints.
 
     Args:
         storage: A local path, a URL, "block-type-slug/block-name", a block, or an open storage.

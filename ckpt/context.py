@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-_GETTERS_OF_RAY = {  # that no context has, and what to write
+_GETTERS_OF_RAY = {  # getters that only Ray's context has, and what to write instead
     "get_metadata": "give it in the config of the training",
     "get_storage": "give the storage's path or URL in the config of the training, if it reads there",
     "get_trial_": "a trial of a sweep is a run of its own: write get_context().run_name",
@@ -13,7 +13,7 @@ _GETTERS_OF_RAY = {  # that no context has, and what to write
 
 
 def never() -> bool:
-    """Return False: what it stands for never happens."""
+    """Return False, as a callback for an event that never happens."""
     return False
 
 
@@ -73,10 +73,10 @@ class TrainContext:
         """Return whether to report a checkpoint now; the n-th call returns the same on every rank.
 
         Call it equally often on all ranks. True when termination of the training is requested (a preemption, a cancel, a
-        suspension, an urgent flow run that it yields to), so that a checkpoint saves work; when it is to go on with more ranks
-        (`ScalingConfig.regrow_after_s`); and with `CheckpointConfig.target_overhead` whenever one more checkpoint stays within
-        it. On ranks other than 0 a call waits for rank 0's and costs a message, a fraction of a millisecond; when calls come
-        more often than every half second, one message serves at most 16 of them.
+        suspension, an urgent flow run that it yields to), so that a checkpoint saves work; when it is to continue with more
+        ranks (`ScalingConfig.regrow_after_s`); and with `CheckpointConfig.target_overhead` whenever one more checkpoint stays
+        within it. On ranks other than 0 a call waits for rank 0's call and costs a message, a fraction of a millisecond; when
+        calls come more often than every half second, one message serves at most 16 of them.
 
         Raises:
             CheckpointError: If rank 0 has left the training.
@@ -92,22 +92,22 @@ class TrainContext:
         """
         return self._stop_requested()
 
-    if not TYPE_CHECKING:  # a type checker is to know every attribute
+    if not TYPE_CHECKING:  # hidden from type checkers, which then report unknown attributes
 
         def __getattr__(self, name: str) -> object:
-            """Raise AttributeError, for a getter of Ray's with what to write."""
+            """Raise AttributeError; for a getter of Ray's, the message names the replacement."""
             of_ray = next((written for begin, written in _GETTERS_OF_RAY.items() if name.startswith(begin)), None)
             hint = "" if of_ray is None else f", which is Ray's: {of_ray}"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
 
 _current: TrainContext | None = None
-_pid = 0  # of the process whose context it is
+_pid = 0  # of the process that set `_current`
 
 
 def set_context(context: TrainContext | None) -> None:
     """Set the context of this process; None outside of a training function."""
-    global _current, _pid  # of a rank, which is a process: user code reads them from any of its threads
+    global _current, _pid  # a process is one rank: user code reads them from any of its threads
     _current, _pid = context, os.getpid()
 
 
@@ -118,7 +118,7 @@ def refuse_in_fork(name: str) -> None:
         name: The function that was called there.
 
     Raises:
-        RuntimeError: If it is such a process.
+        RuntimeError: If a rank has forked this process.
 
     """
     if _current is not None and os.getpid() != _pid:

@@ -56,7 +56,7 @@ class ReportWithdrawnError(CommitFailedError):
 
 
 class StorageFullError(CommitFailedError):
-    """The storage has no space left for a checkpoint: free some; the checkpoints before are still good."""
+    """The storage has no space left for a checkpoint: free some; the earlier checkpoints are intact."""
 
 
 class FencedError(CheckpointError):
@@ -72,7 +72,7 @@ class StateMismatchError(CheckpointError, ValueError):
 
 
 class RankLocalStateError(StateMismatchError):
-    """The values that each rank had of its own were stored by another number of ranks: define how to redistribute them."""
+    """The values that differ between ranks were stored by another number of ranks: define how to redistribute them."""
 
 
 class StorageError(CheckpointError):
@@ -84,7 +84,7 @@ class RunBusyError(CheckpointError):
 
 
 def is_of_full_disk(error: BaseException) -> bool:
-    """Return whether the operating system refused a write since a disk or a quota is full."""
+    """Return whether the operating system refused a write because a disk or a quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

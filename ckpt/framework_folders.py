@@ -38,13 +38,13 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
 
 
 def check_world_size(who: str, size: int, context: TrainContext, advice: str = _AS_STARTED) -> None:
-    """Raise unless `who` counts the ranks that exist.
+    """Raise unless a framework's object counts as many ranks as the training has.
 
     Args:
-        who: What counts them.
-        size: How many it counts.
+        who: The name of the object, for the error.
+        size: The number of ranks that it counts.
         context: This rank's context.
-        advice: How it would count them; the default is for what finds its ranks by the environment.
+        advice: How to correct the number; the default is for an object that finds its ranks by the environment.
 
     Raises:
         ValueError: If it counts another number.
@@ -55,7 +55,7 @@ def check_world_size(who: str, size: int, context: TrainContext, advice: str = _
 
 
 def check_first_step(step: int, advice: str) -> None:
-    """Raise unless a framework's Trainer continues where this training function is.
+    """Raise if a framework's Trainer begins before the newest step of this training function.
 
     Args:
         step: The step that the Trainer begins with.
@@ -63,7 +63,7 @@ def check_first_step(step: int, advice: str) -> None:
 
     Raises:
         ValueError: If it begins before the checkpoint that this attempt continues, or before a report of another Trainer: its
-            own reports would be refused, or taken for the other's in a restart.
+            own reports would be refused, or a restart would take them for those of the other Trainer.
 
     """
     if step >= newest_step():
@@ -76,7 +76,7 @@ def check_first_step(step: int, advice: str) -> None:
         )
     raise ValueError(
         f"this training function has reported step {newest_step()}, and another Trainer begins with step {step}: train once in "
-        "a function, since a restart could not tell the checkpoints of one from those of the other; call train() for each"
+        "a function, since a restart could not distinguish the checkpoints of the two; call train() for each"
     )
 
 
@@ -131,7 +131,7 @@ def part_of_rank(
             source = str((folder / path).resolve())
             try:
                 link(source, str(target))
-            except OSError:  # no second names here, or not in another directory (BeeGFS): the report copies the file then
+            except OSError:  # no hard links here, or none across directories (BeeGFS): the report then copies the file
                 target.symlink_to(source)
         yield Checkpoint.from_directory(part)
 

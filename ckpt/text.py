@@ -32,7 +32,7 @@ def show_count(number: int, noun: str) -> str:
 
 
 def show_class(value: object) -> str:
-    """Return the name of a value's class, with its module unless it is built in: others have a Checkpoint, too."""
+    """Return the name of a value's class, with its module unless it is built in: other packages have a Checkpoint, too."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
@@ -43,7 +43,7 @@ def show_some(names: Sequence[str]) -> str:
 
 
 def clip(text: str, most: int = 10_000) -> str:
-    """Return a text of any length as one for a message: of a longer one the beginning, what is left out, and the end."""
+    """Return `text` for a message; one longer than `most` as its beginning, the number of characters left out, and its end."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -51,7 +51,7 @@ def clip(text: str, most: int = 10_000) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with its lone surrogates escaped, such as half an emoji: UTF-8, logs and databases have none."""
+    """Return `text` with its lone surrogates escaped, such as half an emoji: UTF-8, logs and databases cannot hold them."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -29,13 +29,13 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def downloaded(name: str, files: Mapping[str, FileEntry], download: Callable[[str, Path], None]) -> Iterator[Path]:
-    """Yield a directory that holds `files`, each as in its entry, shared with this user's other readers of `name` here.
+    """Yield a directory that holds `files`, each as in its entry, shared with this user's other readers of `name` on this node.
 
     It may hold more files, which others requested. A reader that finds a file missing downloads it, while other readers of it
-    wait for that file only; an error is the downloader's own, and the next reader tries again. The last reader to leave deletes
-    the directory. A killed reader's lock goes with it, and the next reader removes its files. A file that is found is read
-    once to verify it, and downloaded again if it differs; a process verifies a file once, during its download or when it finds
-    it, as long as the file is unchanged.
+    wait for that file only; an error is raised to the downloader alone, and the next reader tries again. The last reader to
+    leave deletes the directory. The kernel releases a killed reader's lock, and the next reader removes its files. A file that
+    is found is read once to verify it, and downloaded again if it differs; a process verifies a file once, during its download
+    or when it finds it, as long as the file is unchanged.
 
     Args:
         name: An identifier of the checkpoint that the files belong to; equal names share a directory.
@@ -75,8 +75,8 @@ def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
 def _reading(root: Path, name: str) -> Iterator[Path]:
     """Yield the directory of `name`, which is not deleted until the block ends.
 
-    A reader has a shared lock on the directory itself. A file for the lock would go after ten days where systemd-tmpfiles
-    cleans the temporary directory, and what is read with it; it passes a directory by that is locked, and all below
+    A reader holds a shared lock on the directory itself. Where systemd-tmpfiles cleans the temporary directory, it would delete
+    a separate lock file after ten days, and the files being read; it skips a locked directory and everything below it
     (https://www.freedesktop.org/software/systemd/man/latest/tmpfiles.d.html#Age).
     """
     entry = root / xxhash.xxh3_128_hexdigest(name.encode())
@@ -90,7 +90,7 @@ def _reading(root: Path, name: str) -> Iterator[Path]:
         yield entry
     finally:
         with FileLock(root / "cache.lock", thread_local=False):
-            fcntl.flock(reader, fcntl.LOCK_UN)  # closing it would not do while a forked process has it, too
+            fcntl.flock(reader, fcntl.LOCK_UN)  # closing it does not unlock it while a forked process has it, too
             os.close(reader)
             _sweep(root)
 
@@ -98,7 +98,7 @@ def _reading(root: Path, name: str) -> Iterator[Path]:
 def _share(entry: Path, file: FileEntry, download: Callable[[str, Path], None]) -> None:
     """Return once `file` is among the entry's files; of all its readers, one at a time downloads it."""
     target = entry / "files" / check_key(file.path)
-    partial = entry / "downloads" / xxhash.xxh3_128_hexdigest(file.path.encode())  # the same for all: replaces a killed one's
+    partial = entry / "downloads" / xxhash.xxh3_128_hexdigest(file.path.encode())  # for all readers: replaces a killed one's
     if _holds(target, file):
         return
     with FileLock(f"{partial}.lock", thread_local=False):
@@ -142,11 +142,11 @@ def _remember(state: _State, content: Transfer) -> None:
 def _cache_root() -> Path:
     """Return this machine's part of this user's cache, to which no other user may write, as OpenSSH requires of ~/.ssh.
 
-    If others may, an error is raised and no other directory is used: readers would share nothing, and the disk would hold each
-    file as often as there are readers.
+    If others may write to it, an error is raised and no other directory is used: readers would share nothing, and the disk
+    would hold each file as often as there are readers.
 
     Machines may share TMPDIR without knowing each other's locks (BeeGFS, Lustre with localflock, NFS with nolock): in one part,
-    each would delete and write what the others read.
+    each would delete and overwrite files that the others read.
     """
     root = downloads_folder()
     with suppress(FileExistsError):
@@ -181,9 +181,9 @@ def _sweep(root: Path) -> None:
 
 
 def _delete(entry: Path) -> None:
-    """Delete an entry; what cannot be deleted is left to the next sweep, as on NFS a file that is still mapped into memory.
+    """Delete an entry; files that cannot be deleted, such as mapped ones on NFS, are left to the next sweep.
 
-    It is renamed first, so that no reader of the same name takes what is left for whole.
+    The entry is renamed first, so that no reader of the same name takes the remaining files for a complete entry.
     """
     renamed = entry.with_name(f"deleted-{secrets.token_hex(8)}")
     with suppress(OSError):

@@ -184,7 +184,7 @@ class NodeCopy:
         return type(self), (self.num_readers,)
 
     def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-        """Verify as `CheckpointStore.verify` does; files read from a bucket for it are kept, if there is room.
+        """Verify as `CheckpointStore.verify` does, and keep the files that this reads from a bucket if there is enough space.
 
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
@@ -201,7 +201,7 @@ class NodeCopy:
     def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
         """Return a directory with `files`, verified, of which each was downloaded once on this node.
 
-        None if there are none, if they are read in place, if there is no room, or if the disk fails.
+        Returns None if `files` is empty, they are read in place, there is too little space, or the disk fails.
 
         Raises:
             CheckpointCorruptError: If a file differs from the committed one.
@@ -214,12 +214,12 @@ class NodeCopy:
             return self._kept.enter_context(cached_files(run, manifest, files))
         except CheckpointError:
             raise
-        except OSError as exc:  # an error of this machine's disk, which nobody needs for a read or a verification
+        except OSError as exc:  # this machine's disk failed, which a read or a verification does not need
             _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
             return None
 
     def release(self) -> None:
-        """Release the files as soon as no other process on this node reads them; do nothing if there are none."""
+        """Release the files, which are deleted once no other process on this node reads them; do nothing if there are none."""
         self._kept.close()
 
 

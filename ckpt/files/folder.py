@@ -1,4 +1,4 @@
-"""The directory that one rank reports, and those that it lends to its training function for that."""
+"""The directory that one rank reports, and the directories that its training function may fill for a report."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
 _REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
 _linked: set[Path] = set()  # the directories of `files_with_other_names`
-GROUPED = 1000  # as many as a failed try sends once more
+GROUPED = 1000  # the most files of a group, all of which a retry sends again
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
 
@@ -47,13 +47,13 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     """Return the user's metadata in a plain directory; empty where none was set.
 
     Raises:
-        ValueError: If its file holds anything else.
+        ValueError: If the metadata file holds anything else.
 
     """
     file = directory / USER_METADATA_FILE
     if not file.exists():
         return {}
-    if not file.is_file():  # a pipe would be waited for
+    if not file.is_file():  # reading a pipe would block
         raise ValueError(f"{file} is no file; remove it")
     if (size := file.stat().st_size) > MOST_RECORD_BYTES:
         raise ValueError(f"{file} has {size} bytes, and metadata {MOST_RECORD_BYTES} at most; write it with set_metadata()")
@@ -82,7 +82,7 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
         raise ValueError(f"{directory} links back to a directory above it; a checkpoint must be finite")
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         path = f"{prefix}{entry.name}"
-        if entry.is_file(follow_symlinks=False):  # as most are; the directory itself says so
+        if entry.is_file(follow_symlinks=False):  # as most are; known from the directory, without a stat
             yield _storable(path)
             continue
         try:
@@ -120,7 +120,7 @@ def group_files(directory: Path, paths: Iterable[str], *, owned: bool, most: int
         directory: Their directory.
         paths: Their paths in it.
         owned: Whether the files in it may be moved; those below a link to another directory may not.
-        most: The number of files of a group; None for any.
+        most: The maximum number of files in a group; None for no limit.
 
     """
     links = {folder for folder in _folders(paths) if (directory / folder).is_symlink()} if owned else set()
@@ -202,9 +202,10 @@ def lies_in_downloads(path: Path) -> bool:
 def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None) -> Path:
     """Move the files at `paths` into `taken`, or else a scratch directory, and return it; a copy only across filesystems.
 
-    The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A link's target
-    outside of `directory` is copied, since it was not handed over, and so are one inside, and a file with a second name (a
-    hard link), by which it may be written to. After an error the files are where they were, as far as they can be moved back.
+    The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A file that is
+    reached through a link is copied, since a target outside of `directory` was not handed over; so is a file with a second
+    name (a hard link), by which it may be written to. After an error the files are where they were, as far as they can be moved
+    back.
     """
     root, may_have_names = directory.resolve(), directory.resolve() in _linked
     made = make_scratch(_writable_parent(root)) if taken is None else None
@@ -233,7 +234,7 @@ def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None
 
 @contextmanager
 def files_with_other_names(directory: Path) -> Iterator[None]:
-    """Let the files in `directory` be adopted without a copy though they have second names: nobody writes to them by those."""
+    """Let `adopt_files` move files of `directory` that have second names (hard links): nobody writes to them by those."""
     _linked.add(directory.resolve())
     try:
         yield
@@ -250,7 +251,7 @@ def _writable_parent(directory: Path) -> Path | None:
 
 
 class LentDirectories:
-    """The directories lent by one rank of an attempt: on the storage's filesystem where that is local, else temporary ones.
+    """The directories that one rank of an attempt provides for reports: in the storage if it is local, else temporary ones.
 
     In the storage, they lie beside the run's checkpoints; garbage collection removes those of a killed rank.
 
@@ -267,7 +268,7 @@ class LentDirectories:
 
     @contextmanager
     def lend(self) -> Iterator[Path]:
-        """Yield a new, empty directory, and delete it with all that was not reported."""
+        """Yield a new, empty directory, and delete it with all files that were not reported."""
         directory = self.make()
         try:
             yield directory
@@ -275,7 +276,7 @@ class LentDirectories:
             self.remove(directory)
 
     def make(self) -> Path:
-        """Return a new, empty directory, to be removed."""
+        """Create and return a new, empty directory, which `remove` deletes."""
         place = self._run.storage.local_path(self._run.layout.unreported(self._attempt, secrets.token_hex(8)))
         if place is None:
             directory = make_scratch()
@@ -293,6 +294,6 @@ class LentDirectories:
             shutil.rmtree(directory, ignore_errors=True)
 
     def holds(self, directory: Path) -> bool:
-        """Return whether `directory` is one of them, or lies in one."""
+        """Return whether `directory` is one of these directories, or lies in one."""
         lent = tuple(self._lent)  # a commit in the background may remove one meanwhile
         return any(directory.resolve().is_relative_to(it.resolve()) for it in lent)

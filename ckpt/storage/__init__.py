@@ -1,4 +1,4 @@
-"""Objects under keys, on a disk, in a bucket or on a server; this package knows no checkpoint."""
+"""Objects under keys, on a disk, in a bucket or on a server; this package does not know about checkpoints."""
 
 
 def __getattr__(name: str) -> object:

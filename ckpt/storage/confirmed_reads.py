@@ -28,9 +28,9 @@ def confirm_damage(storage: Storage, read: Callable[[Storage], T]) -> T:
     try:
         return read(storage)
     except CheckpointCorruptError as exc:
-        first = str(exc)  # the error itself holds what was read, and there is to be memory for it once, not twice
+        first = str(exc)  # the error itself would keep the data of the first read in memory during the second
     result = read(storage.reopened())
     _logger.warning(
-        "%s; but a second read was good: what is stored is whole, and a connection or a memory here flips bits", first
+        "%s; but a second read was good: the stored data are whole, and a connection or a memory here flips bits", first
     )
     return result

@@ -28,7 +28,7 @@ class RunningDigest:
         self._bytes += len(data)
 
     def passed(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Yield `parts`, each added before."""
+        """Yield `parts`, and add each of them to the digest before."""
         for part in parts:
             self.update(part)
             yield part

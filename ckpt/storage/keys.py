@@ -18,7 +18,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_key(key: str) -> bool:
-    """Return whether `check_key` would take `key`; a listing also has what other programs have named."""
+    """Return whether `check_key` accepts `key`; a listing also holds names that other programs have chosen."""
     return _REFUSED.search(key) is None
 
 

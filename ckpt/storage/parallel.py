@@ -1,4 +1,4 @@
-"""Parallel I/O: a small object's request to an object store is mostly waiting, and one large one fills no network."""
+"""Parallel I/O: a request for a small object is mostly waiting, and one for a large object does not fill the network."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ _FEW = 8  # threads would cost more than they gain
 
 
 def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
-    """Return the result of `read` for each item, in order, with up to 32 concurrent; the first error is raised and ends it."""
+    """Return the result of `read` for each item, in order, up to 32 at a time; the first error is raised, and ends the rest."""
     wanted = list(items)
     if len(wanted) <= _FEW:
         return [read(item) for item in wanted]

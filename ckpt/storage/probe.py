@@ -79,9 +79,9 @@ class StorageProbe:
 
 
 def probe_storage(storage: Storage) -> StorageProbe:
-    """Write, list, read and delete small objects under an unused name; nothing of it stays, no new directory either.
+    """Write, list, read and delete small objects under an unused name; no object and no new directory remains.
 
-    A listing must contain an object just stored, leave out nothing after the key it begins after, and contain nothing deleted.
+    A listing must contain each object just stored, each one after the key that it begins after, and no deleted one.
     Costs a dozen requests. A storage that does not answer fails by its own retry policy.
 
     Raises:
@@ -130,7 +130,7 @@ class _Trial:
         self._expect(listed := self._listed(), self.keys)
         after, behind = f"{self._prefix}b", self.keys[-2:]
         if missing := sorted(set(behind) - set(self._listed(after))):
-            raise ValueError(f"asked for what sorts after {after}, it leaves out {missing}")
+            raise ValueError(f"listing after {after}, it leaves out {missing}")
         order = ServerOrder(is_documented=False)
         order.see(None, listed)
         self.order = "keys" if order.by_keys else "folders" if order.by_names else "none"
@@ -139,10 +139,10 @@ class _Trial:
         if (got := self._storage.get_bytes(self.keys[0])) != _CONTENT:
             raise ValueError(f"it gives back {got!r} instead of {_CONTENT!r}")
         if (size := self._storage.size(self.keys[0])) != len(_CONTENT):
-            raise ValueError(f"it says that {len(_CONTENT)} bytes are {size}")
+            raise ValueError(f"it reports a size of {size} for {len(_CONTENT)} bytes")
         with suppress(FileNotFoundError):
             self._storage.size(f"{self._prefix}missing")
-            raise ValueError("it says that something is there which was never stored")
+            raise ValueError("it reports an object that was never stored")
 
     def _forget(self) -> None:
         if keys := self._listed():
@@ -168,9 +168,9 @@ def _advice(step: Step, error: Exception, url: str) -> str:
     if isinstance(error, StorageError):
         return "check the endpoint's address and the network, or try again later"
     if isinstance(error, OSError) and (error.errno in _ADVICE or (error.errno is None and is_bucket(url))):
-        return _ADVICE.get(error.errno, "change what this names, or give another location")
+        return _ADVICE.get(error.errno, "change the setting that the error names, or give another location")
     lists_wrong = step in ("list", "forget") and isinstance(error, ValueError)
-    what = "switch off what answers listings from a cache" if lists_wrong else f"let this user {step} there"
+    what = "switch off the cache that answers listings" if lists_wrong else f"let this user {step} there"
     return f"{what}, or give another location"
 
 

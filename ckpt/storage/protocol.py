@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 Splits: TypeAlias = Callable[[], Sequence[str]]
-MOST_RECORD_BYTES = 2**30  # of what `get_bytes` reads: a manifest of a million files, whose paths may be long
+MOST_RECORD_BYTES = 2**30  # the most that `get_bytes` reads: a manifest of a million files, whose paths may be long
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class RetryPolicy:
     """The retry policy of a storage.
 
     Attributes:
-        deadline_s: The total seconds after which to give up, once there were two tries; a try is never cut short.
+        deadline_s: The total seconds after which to give up, but not before two tries; a try is never cut short.
         first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
             https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
         longest_wait_s: The longest pause.
@@ -83,7 +83,7 @@ class Storage(Protocol):
 
     A key is one or more names joined with "/". A verb that returned has taken effect for every reader; one that raised
     may or may not have. All raise FileNotFoundError for a missing object, PermissionError for a refused access, and
-    StorageError for an error that may pass. Implementations are safe to share between threads.
+    StorageError for a transient error. Implementations are safe to share between threads.
     """
 
     @property
@@ -96,12 +96,12 @@ class Storage(Protocol):
         ...
 
     def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
-        """Store several files, by key; all are durable when this returns, where possible for less than one by one.
+        """Store several files, by key; all are durable when this returns; where possible at a lower cost than one by one.
 
-        After an error, or a death, any of them may be stored, also in part: no reader may know their keys yet.
+        After an error, or if the process dies, any of them may be stored, also in part: no reader may know their keys yet.
 
         Args:
-            files: The path of each file, by its key; strings where there are many, as a `Path` costs what a small write does.
+            files: The path of each file, by its key; use strings for many files, since a `Path` costs as much as a small write.
             owned: Whether the storage may give them a second name (a hard link) instead of copying: the caller removes the
                 first one, once they are part of a checkpoint, before anybody writes to them again.
 
@@ -136,17 +136,17 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
-        """Yield every object whose key starts with `prefix`, in any order; one may come twice.
+        """Yield every object whose key starts with `prefix`, in any order; an object may be yielded twice.
 
         The objects of all puts that returned are among them, and none that a delete removed.
 
         Args:
             prefix: Empty, or ends with "/"; longer prefixes below it are included.
-            after: A key directly below `prefix`, which need not exist: an object whose name sorts before it is left out, and
-                so is one below a prefix whose name does. Servers sort by whole keys, or name by name, so keys below a prefix
-                whose name is this key's, or its beginning, may be left out or not.
-            splits: Called, if at all, for a listing that is long: returns keys, sorted, directly below `prefix`, which need not
-                exist, and between which the rest may be requested concurrently.
+            after: A key directly below `prefix`, which need not exist. Objects whose names sort before it are left out, and so
+                are objects below a prefix whose name sorts before it. Servers sort by whole keys, or name by name, so objects
+                below a prefix whose name is this key's name, or the beginning of it, may be left out or not.
+            splits: Called for a long listing, if at all. It returns sorted keys directly below `prefix`, which need not exist,
+                and between which the rest of the listing may be requested concurrently.
 
         """
         ...
@@ -154,7 +154,7 @@ class Storage(Protocol):
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the prefixes directly below `prefix`, in any order; one without objects may be among them.
 
-        `prefix` is empty or ends with "/". Costs a request per thousand, at any number of objects below them.
+        `prefix` is empty or ends with "/". Costs a request per thousand, whatever the number of objects below them.
         """
         ...
 
@@ -167,7 +167,7 @@ class Storage(Protocol):
         ...
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove the leftovers below `prefix` of puts that were interrupted longer ago than this; no object is affected."""
+        """Remove the leftovers below `prefix` of puts that were interrupted more than `older_than_s` ago, but no object."""
         ...
 
     def reopened(self) -> "Storage":

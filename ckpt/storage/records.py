@@ -1,7 +1,8 @@
 """Stored records: strict JSON with a digest, by which a reader verifies that it is whole, and a format version.
 
-A storage holds objects of other versions, other programs and accidents. What is no JSON object, or nested too deeply, is
-malformed, and the error names the object. A newer format is an error of its own, since this version cannot judge its meaning.
+A storage may hold objects of other versions and other programs, and damaged ones. Anything but a JSON object, or one that is
+nested too deeply, is malformed, and the error names its key. A newer format has a separate error, since this version cannot
+judge its meaning.
 """
 
 import json
@@ -56,7 +57,7 @@ def parse(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def is_deeper(value: object, levels: int) -> bool:
-    """Return whether dicts and lists are nested in `value` deeper than `levels`; in a loop, which no depth can exhaust."""
+    """Return whether dicts and lists are nested in `value` deeper than `levels`; does not recurse, so any depth is safe."""
     layer = [value]
     for _ in range(levels + 1):
         inner: list[object] = []
@@ -72,7 +73,7 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def check_depth(value: object, what: str) -> None:
-    """Raise ValueError unless a record can hold the JSON `value`, and be read.
+    """Raise ValueError if a record with the JSON `value` would be nested too deeply to be read.
 
     Raises:
         ValueError: If dicts and lists are nested in it more than 100 levels deep.
@@ -101,7 +102,7 @@ def unsupported(version: object, where: str) -> UnsupportedFormatError:
 
 
 def fields_of(record: object) -> dict[str, Any]:
-    """Return the fields of a slotted dataclass; `asdict` copies deeply, for twenty times as long, while a training may wait."""
+    """Return the fields of a slotted dataclass; `asdict` copies deeply, which takes twenty times as long."""
     return {name: getattr(record, name) for name in type(record).__slots__}  # type: ignore[attr-defined]  # of a dataclass
 
 
@@ -120,7 +121,7 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
         what: A description of the expected record, with its article, for the error.
 
     Raises:
-        CheckpointCorruptError: If this package wrote the bytes, and any bit differs since.
+        CheckpointCorruptError: If this package wrote the bytes, and any bit has changed since.
         MalformedRecordError: If this package did not write them.
         UnsupportedFormatError: If they name a newer format, and their digest is not that of the body in this version's format.
 
@@ -135,21 +136,21 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
     except MalformedRecordError as exc:
         raise (CheckpointCorruptError if is_ours else MalformedRecordError)(str(exc)) from exc
     body, digest = sealed.get("body", sealed), sealed.get("digest")  # a newer version may put its format into either
-    # That of this version's format would mean that a digit was changed.
+    # A digest that fits this version's format would mean that only the format's digit was changed.
     if isinstance(body, dict) and is_newer(body.get("format")) and digest != _digest({**body, "format": FORMAT_VERSION}):
         raise unsupported(body.get("format"), where)
     if is_ours and isinstance(digest, str):
         raise CheckpointCorruptError(f"{where} does not match its own digest: it was changed after it was written")
-    raise MalformedRecordError(f"{where} is not {what}: it is no body with the digest of it")
+    raise MalformedRecordError(f"{where} is not {what}: it has no body that matches its digest")
 
 
 def with_digest(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return `record` with a digest among its fields, for `check_digest`; older versions read it as before."""
-    return {**record, _DIGEST_FIELD: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become texts
+    return {**record, _DIGEST_FIELD: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become strings
 
 
 def check_digest(record: Mapping[str, Any], where: str, what: str) -> None:
-    """Compare a record that `with_digest` made with its digest; do nothing for one without, as older versions wrote it.
+    """Compare a record with the digest from `with_digest`; do nothing for a record without one, which an older version wrote.
 
     Args:
         record: A dict that `parse` returned.
@@ -168,7 +169,7 @@ def check_digest(record: Mapping[str, Any], where: str, what: str) -> None:
 def unseal_all(lines: Iterable[bytes]) -> list[dict[str, Any]] | None:
     """Return the bodies of many sealed records as `unseal` does, in a third of the time; None unless all of them are whole.
 
-    How deep they are nested is not looked at.
+    Their nesting depth is not checked.
     """
     bodies = [_verified(line) for line in lines]
     try:
@@ -181,7 +182,7 @@ def unseal_all(lines: Iterable[bytes]) -> list[dict[str, Any]] | None:
 
 
 def _verified(data: bytes) -> bytes | None:
-    """Return the stored body of sealed `data`, if it has its digest."""
+    """Return the stored body of sealed `data` if it matches the digest, else None."""
     ends = len(data) - len(_BETWEEN) - _DIGEST_SIZE - len(_END)
     if not (data.startswith(_BEGIN) and data.startswith(_BETWEEN, ends) and data.endswith(_END)):
         return None

@@ -70,7 +70,7 @@ class ClockSkewError(PermissionError):
 
 
 class NoCredentialsError(PermissionError):
-    """No credentials were found for the storage, so nothing was asked of it."""
+    """No credentials were found for the storage, so no request was sent."""
 
 
 def classify(error: BaseException) -> ErrorClass:
@@ -108,9 +108,9 @@ class RetryingStorage:
         reopen: Opens the storage, reading its credentials anew.
         policy: The retry policy.
         opened: The open storage; None opens it.
-        renews: Whether its credentials have a source that somebody may renew, such as a file: those that have expired are then
-            read again until the deadline, since a job may renew them a little too late, and those that the server does not
-            know, if it knew some before. Otherwise, and at a first use, they are read again once.
+        renews: Whether its credentials have a source that somebody may renew, such as a file. Expired ones are then read again
+            until the deadline, since a job may renew them a little too late; so are ones that the server does not know, if it
+            has accepted some before. All others are read again once.
 
     """
 
@@ -162,9 +162,9 @@ class RetryingStorage:
         return self._retry("reading", key, lambda storage: storage.get_range(key, start, into))
 
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
-        """Yield the objects below `prefix`; after a page that fails, the remaining ones of a new listing from its beginning.
+        """Yield the objects below `prefix`; if a page fails, list again from the beginning, and yield the remaining ones.
 
-        The position at which the failed listing would have continued is unknown: the next may have another order.
+        The position at which the failed listing would have continued is unknown: the next listing may have another order.
         """
         listing: Iterator[ObjectInfo] | None = None
         seen: set[str] = set()
@@ -207,7 +207,7 @@ class RetryingStorage:
         return self._retry("reading", key, lambda storage: storage.local_path(key))
 
     def do(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
-        """Do what only one backend can, with the retries of every verb; `doing` and `key` are for messages."""
+        """Call an operation that only one backend has, with the retries of every verb; `doing` and `key` are for messages."""
         return self._retry(doing, key, call)
 
     def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
@@ -286,18 +286,18 @@ class RetryingStorage:
                 self._storage = self._reopen()
             except ValueError:  # such as a block that was deleted
                 raise
-            except Exception as exc:  # of Prefect's API, or of the service that gives out keys: it may be back soon
+            except Exception as exc:  # Prefect's API or the service that issues keys failed: it may work again soon
                 raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
 
 
 def with_retries(storage: Storage, doing: str, key: str, call: Callable[[Storage], T]) -> T:
-    """Return what `call` returns, called again, as a request of the storage is sent again, where it raises StorageError.
+    """Return what `call` returns; retry it as the storage retries its own requests.
 
     Args:
-        storage: The storage; where it sends each request once, `call` is called once.
-        doing: What it does, for the error.
-        key: What it is about, for the error.
-        call: Is given the storage that sends each request once.
+        storage: The storage; if it does not retry, `call` is called once.
+        doing: What `call` does, for the error.
+        key: The key that it concerns, for the error.
+        call: Receives the storage without retries.
 
     """
     return storage.do(doing, key, call) if isinstance(storage, RetryingStorage) else call(storage)
@@ -319,7 +319,7 @@ class _Call:
         used: The storage that was used last.
         started_s: When it began, by a monotonic clock.
         must_renew: Whether the credentials are to be read anew before the next try.
-        has_renewed: Whether they were, or are to be: those that are refused afterwards stay so, unless they may be renewed.
+        has_renewed: Whether they were, or are to be: a later refusal is final, unless somebody may renew them.
 
     """
 

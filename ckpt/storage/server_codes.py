@@ -1,10 +1,10 @@
-"""The statuses and codes by which S3, and the servers that speak as it does, say why a request failed: by what helps.
+"""The HTTP statuses and error codes of S3 and compatible servers, grouped by the remedy.
 
-A code counts more than the status that comes with it, which differs among servers.
+A code takes precedence over the status that comes with it, which differs among servers.
 """
 
-# Another try: AWS' own clients make one (botocore/data/_retry.json for S3 and STS, botocore/retries/standard.py for what is
-# throttled), or the data were changed or cut short on their way
+# Remedy: another try. AWS' own clients retry (botocore/data/_retry.json for S3 and STS, botocore/retries/standard.py for
+# throttling), or the data were changed or cut short in transit
 # (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html#ErrorCodeList).
 PASSING = frozenset(
     {
@@ -29,18 +29,18 @@ PASSING = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
-PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and those of the server's own errors, from 500 on
-# Fresh credentials: S3's codes and STS's, of what was valid before; and of what is not known, as a key that was replaced, or
-# at MinIO a token that has expired.
+PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and all from 500 on, the server's own errors
+# Remedy: fresh credentials. EXPIRED are the codes of S3 and STS for credentials that were valid before; UNKNOWN those for
+# unknown credentials, such as a replaced key, or at MinIO an expired token.
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 UNKNOWN = ("InvalidToken", "InvalidTokenId", "InvalidAccessKeyId")
-# Space: a quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
+# Remedy: free space. A quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
 FULL = frozenset({"QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 FULL_STATUS = 507
-# Another policy; also of one object of many.
+# Remedy: another policy. The code may also be that of one object of many.
 REFUSED = frozenset({"AccessDenied"})
 REFUSED_STATUSES = frozenset({401, 403})
-# Another request, or another policy: a malformed one is what a server calls a request that it does not know.
+# Remedy: another request, or another policy. Some servers call a request that they do not support malformed.
 REQUEST_REFUSED_STATUSES = REFUSED_STATUSES | {400, 405, 501}
-# This machine's clock.
+# Remedy: set this machine's clock.
 SKEWED = frozenset({"RequestTimeTooSkewed"})

@@ -8,10 +8,10 @@ from .protocol import Storage
 
 
 def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
-    """Return the first object that has another size, with that size, or None where it is missing; None if all are right.
+    """Return the first key whose size differs, with the stored size (None for a missing object); None if no size differs.
 
     Costs one listing, and a request for each object that it does not show as expected: a listing may lag behind, and leaves out
-    what a link leads to. Those requests go over a new connection, and end with the first 32 among which one differs.
+    objects behind links. Those requests use a new connection, and end with the first 32 of which one differs.
 
     Args:
         storage: The storage.

@@ -81,7 +81,7 @@ def test_at_any_value_of_the_hint_the_committed_ones_are_listed_newest_first(sto
 def test_an_id_in_the_place_of_a_manifest_is_refused_at_once(store, tmp_path):
     (manifest,) = fill(store, tmp_path, 1)
     for refuses in (store.checkpoint, store.verify):
-        with pytest.raises(TypeError, match=rf"'{manifest.id}' is no manifest: store\.get\(id\) returns that of an id"):
+        with pytest.raises(TypeError, match=rf"'{manifest.id}' is no manifest: store\.get\(id\) returns the manifest of an id"):
             refuses(manifest.id)
 
 

@@ -66,10 +66,10 @@ class FsspecStorage:
                 f"{scheme}:// cannot be a storage: {exc}. Give a local path, s3://, gs://, az://, memory://, "
                 "or the URL of another filesystem that fsspec knows"
             ) from exc
-        if scheme == "dir":  # its own error would be taken for that of a connection, and retried
+        if scheme == "dir":  # its own error would be taken for a connection's, and retried
             raise ValueError("dir:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
-        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - likewise
+        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as fsspec's open()
         self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
         self._can_replace: bool | None = None
 
@@ -140,7 +140,7 @@ class FsspecStorage:
         """Return a small object.
 
         Raises:
-            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+            MalformedRecordError: If it has more than 1 GiB: it is not small, and would fill the memory.
 
         """
         with self._reading(key) as fs:
@@ -247,7 +247,7 @@ class FsspecStorage:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[FileSystem]:
-        """Lend a connection, and report a directory as missing, as an object store does."""
+        """Yield a connection, and report a directory as missing, as an object store does."""
         with self._connected(key) as fs:
             try:
                 yield fs
@@ -258,11 +258,11 @@ class FsspecStorage:
 
     @contextmanager
     def _connected(self, key: str) -> Iterator[FileSystem]:
-        """Lend a connection, and translate a filesystem's errors into those of the Storage protocol."""
+        """Yield a connection, and translate a filesystem's errors into those of the Storage protocol."""
         where = f"{self._url}/{key}"
         try:
             with self._connections.lent() as fs:
-                fs.invalidate_cache()  # FTP's would show what another client has replaced or removed
+                fs.invalidate_cache()  # FTP's cache would show files that another client has replaced or removed
                 yield fs
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a directory is no object
             raise FileNotFoundError(f"{where} does not exist") from exc
@@ -277,7 +277,7 @@ class FsspecStorage:
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
             text = f"{type(exc).__name__}: {exc}"
-            # Of WebDAV's HTTPError, and of HTTP clients' own.
+            # The status of WebDAV's HTTPError, and of HTTP clients' own errors.
             status = getattr(getattr(exc, "response", exc), "status_code", None)
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
                 raise full_storage(text, where) from exc

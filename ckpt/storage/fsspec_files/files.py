@@ -30,10 +30,10 @@ _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryErr
 
 
 def with_limited_waits(fs: FileSystem) -> FileSystem:
-    """Return `fs`; a connection of paramiko's shows the server that it lives, and is closed once the server is silent for long.
+    """Return `fs`; a connection of paramiko's sends keepalives, and is closed once the server is silent for long.
 
-    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and goes on with it. It is
-    closed with `fs`, too: its thread, and two processes of the server, would live as long as this process.
+    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and continues. It is closed
+    with `fs`, too: else its thread, and two processes of the server, would live as long as this process.
     """
     channel = fs.ftp.get_channel() if hasattr(getattr(fs, "ftp", None), "get_channel") else None
     if channel is not None:
@@ -51,7 +51,7 @@ def with_limited_waits(fs: FileSystem) -> FileSystem:
 
         transport.set_keepalive(_KEEPALIVE_S)
         if isinstance(transport.sock, socket.socket):  # else it is a program's pipe
-            # A read is a row of small requests: the kernel holds each back until the one before is confirmed, 40 ms later.
+            # A read is a series of small requests: the kernel would hold each back until the last is confirmed, 40 ms later.
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel.settimeout(_LONGEST_SILENCE_S)
         channel.recv, channel.send = closing_when_silent(channel.recv), closing_when_silent(channel.send)
@@ -60,7 +60,7 @@ def with_limited_waits(fs: FileSystem) -> FileSystem:
 
 
 def can_replace(fs: FileSystem, folder: str) -> bool:
-    """Return whether a rename in `folder` replaces a file: five requests, and none if a rename would be a copy."""
+    """Return whether a rename in `folder` replaces a file; costs five requests, or none if a rename would be a copy."""
     if type(fs).mv is AbstractFileSystem.mv:
         return False
     new, old = f"{folder}/{temporary_name()}", f"{folder}/{temporary_name()}"
@@ -90,8 +90,8 @@ class _Pipelined:
     """A file of paramiko's that waits for the server's acknowledgement at the end, and not after each 32 KiB.
 
     Waiting costs 40 ms each (Nagle's algorithm and delayed acknowledgements): 25 s for 20 MiB instead of one. Closing such a
-    file ignores outstanding acknowledgements. So the last piece is held back, and written as paramiko writes otherwise,
-    which waits for all earlier ones.
+    file ignores outstanding acknowledgements. So the last piece is held back, and written without pipelining, which
+    waits for all earlier ones.
     """
 
     def __init__(self, file: Any) -> None:
@@ -127,7 +127,7 @@ def open_whole(fs: FileSystem, path: str, most: int | None = None) -> Iterator[A
 
     """
     with _opened(fs, path) as file:
-        if hasattr(file, "prefetch"):  # paramiko's would request 32 KiB, wait, and request the next
+        if hasattr(file, "prefetch"):  # without it, paramiko requests 32 KiB, waits, and requests the next
             there = file.stat().st_size
             _require_few(path, there, most)
             file.prefetch(there, max_concurrent_requests=_REQUESTS_ON_THE_WAY)
@@ -137,7 +137,7 @@ def open_whole(fs: FileSystem, path: str, most: int | None = None) -> Iterator[A
         yield file
         size = getattr(file, "size", None)
         num_read: int | None = None if size is None else file.tell()
-    if num_read is not None and num_read != size:  # that may be of the response as it was compressed
+    if num_read is not None and num_read != size:  # the size may be that of a compressed response
         _require_read(path, num_read, fs.info(path)["size"])
 
 
@@ -145,14 +145,14 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
     """Return up to `num_bytes` bytes from `start` on; fewer only at the file's end.
 
     Raises:
-        StorageError: As of `open_whole`.
+        StorageError: As `open_whole` raises it.
 
     """
     if not (_reads_by_opening(fs) or _is_ftp(fs)):
         found: bytes = fs.cat_file(path, start=start, end=start + num_bytes)
         return found
     with _opened(fs, path, start) as file:
-        if hasattr(file, "readv"):  # paramiko's would wait for each 32 KiB
+        if hasattr(file, "readv"):  # paramiko's read() would wait for each 32 KiB
             there = min(num_bytes, file.stat().st_size - start)
             return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
         data: bytes = file.read(num_bytes)
@@ -165,7 +165,7 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
 def _opened(fs: FileSystem, path: str, start: int = 0) -> Iterator[Any]:
     """Yield a file to read from `start` on.
 
-    fsspec's own of FTP ends each block by an abort, and waits for two responses, in vain where a server gives one.
+    fsspec's own file for FTP ends each block with an abort and waits for two responses, of which some servers send only one.
     """
     if _is_ftp(fs):
         with _received(fs, path, start) as received:
@@ -189,12 +189,12 @@ def _received(fs: FileSystem, path: str, start: int) -> Iterator["_Received"]:
         try:
             yield received
         finally:
-            connection.close()  # where not all is wanted, the server notices, and its one response says so
+            connection.close()  # if not all was read, the server notices, and its one response reports it
             _hear_end(fs.ftp)
 
 
 def _hear_end(ftp: ftplib.FTP) -> None:
-    """Receive the response to a transfer, or close the connection if there is none: what was received is complete, or short."""
+    """Receive the response to a transfer, or close the connection if there is none; the caller compares the data's size."""
     assert ftp.sock is not None
     longest_s = ftp.sock.gettimeout()
     ftp.sock.settimeout(_LONGEST_END_S)
@@ -207,7 +207,7 @@ def _hear_end(ftp: ftplib.FTP) -> None:
 
 
 class _Received:
-    """A file as an FTP server sends it, with the size that it has there."""
+    """A file as an FTP server sends it, with its size on the server."""
 
     def __init__(self, connection: socket.socket, size: int) -> None:
         self.size = size
@@ -243,7 +243,7 @@ def read_whole(fs: FileSystem, path: str, most: int) -> bytes:
     """Return the content of a small file.
 
     Raises:
-        MalformedRecordError: If it has more than `most` bytes: nothing that is small, and it would fill the memory.
+        MalformedRecordError: If it has more than `most` bytes: it is not small, and would fill the memory.
 
     """
     if not _reads_by_opening(fs):
@@ -262,7 +262,7 @@ def make_folder(fs: FileSystem, folder: str) -> None:
             fs.makedirs(folder, exist_ok=True)
         except PermissionError:
             raise
-        except Exception:  # noqa: BLE001 - fsspec looks, then makes; each library has its own error for a race in between
+        except Exception:  # noqa: BLE001 - fsspec checks, then creates; each library has its own error for a race
             if fs.isdir(folder):
                 return
         else:
@@ -271,7 +271,7 @@ def make_folder(fs: FileSystem, folder: str) -> None:
 
 
 def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
-    """Compare the stored size, by one request.
+    """Compare the stored size with `num_bytes`, by one request.
 
     Raises:
         StorageError: If it differs; the file is removed.
@@ -287,7 +287,7 @@ def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
 def find_files(fs: FileSystem, folder: str) -> dict[str, dict[str, Any]]:
     """Return the files below `folder` by their paths, without links; all of them, or an error.
 
-    A request for each directory, unless the filesystem has a listing of its own.
+    Costs a request for each directory, unless the filesystem has its own recursive listing.
     """
     fs.invalidate_cache()
     if not _walks(fs):
@@ -325,7 +325,7 @@ def _walks(fs: FileSystem) -> bool:
 
 
 def _reads_by_opening(fs: FileSystem) -> bool:
-    """Return whether `fs` has no request of its own for a file's bytes."""
+    """Return whether `fs` reads a file's bytes only by opening it."""
     return type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem)
 
 
@@ -342,7 +342,7 @@ def _opened_new(fs: FileSystem, path: str) -> Any:
 
 
 class Connections(Generic[T]):
-    """Lends connections: no two threads share one, and one that failed is never lent again.
+    """A pool of connections: no two threads share one, and a failed one is not used again.
 
     Libraries for SFTP and FTP hold one connection, on which two threads would receive each other's answers. A connection is
     opened when first needed, at most four at a time; the thread that needs a fifth waits.
@@ -359,7 +359,7 @@ class Connections(Generic[T]):
 
     @contextmanager
     def lent(self) -> Iterator[T]:
-        """Lend a connection until the block ends."""
+        """Yield a connection, for this thread alone until the block ends."""
         with self._slots:
             try:
                 connection = self._idle.pop()
@@ -373,5 +373,5 @@ class Connections(Generic[T]):
             self._give_back(connection)
 
     def _give_back(self, connection: T) -> None:
-        if getattr(getattr(connection, "ftp", None), "sock", self) is not None:  # else it is one of FTP that was closed
+        if getattr(getattr(connection, "ftp", None), "sock", self) is not None:  # else it is a closed one of FTP
             self._idle.append(connection)

@@ -18,10 +18,10 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 from .direct_io import ALIGNED_BYTES, write_direct
 
 _SMALL_BYTES = 2**16
-_LEAST_BYTES = 8 * 2**20  # below, threads and memory of its own cost more than they gain
+_LEAST_BYTES = 8 * 2**20  # for smaller files, threads and buffers cost more than they gain
 _PIECE_BYTES = 4 * 2**20
 _PIECES = 4  # one is read and digested while others are written
-_WRITERS = 2  # the disk always has a write to do: the next one waits for it and not for Python
+_WRITERS = 2  # the disk always has a next write, and never waits for Python
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DIRECT, or not from this memory
 
@@ -74,7 +74,7 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
 
 
 def read_small(path: str | Path) -> bytes | None:
-    """Return the content of a file of less than 64 KiB, with as few system calls as possible; None if it is another."""
+    """Return the content of a file of less than 64 KiB, with as few system calls as possible; None for any other."""
     source = os.open(path, os.O_RDONLY)
     try:
         data = os.read(source, _SMALL_BYTES)
@@ -108,7 +108,7 @@ def write_small(data: bytes, target: int, path: Callable[[], Path]) -> Transfer:
 
 @contextmanager
 def naming_if_full(path: Callable[[], Path]) -> Iterator[None]:
-    """Name the written file in the error of a full filesystem or quota: what writes to a descriptor knows no name."""
+    """Name the written file in the error of a full filesystem or quota: a write to a descriptor does not know it."""
     try:
         yield
     except OSError as exc:
@@ -133,7 +133,7 @@ def _fill(source: io.FileIO, piece: memoryview) -> int:
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`; without O_DIRECT from where the file refuses it, or is no longer aligned."""
+    """Write all of `data`; switch O_DIRECT off where the file refuses it, also for an offset that is no longer aligned."""
     while data:
         was_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         try:

@@ -15,8 +15,8 @@ _LEAST_BYTES = 2**20
 def write_direct(file: BinaryIO, data: memoryview, passed: Callable[[memoryview], None]) -> memoryview:
     """Write the beginning of `data` into `file`, past the page cache, and return the rest.
 
-    The rest is all of it if the memory or the file offset is not aligned, or the filesystem does not support O_DIRECT, or not
-    from memory that a driver maps.
+    The rest is all of `data` if the memory or the file offset is not aligned, or if the filesystem does not support O_DIRECT,
+    at all or from memory that a driver maps.
 
     Args:
         file: A raw file.

@@ -1,4 +1,4 @@
-"""The space of a filesystem, asked for before a copy is begun: one that does not fit fills the disk for all others."""
+"""The space of a filesystem, checked before a copy: one that does not fit would fill the disk for all others."""
 
 import errno
 import os
@@ -7,10 +7,10 @@ from .root_folder import Way
 
 
 class FreeSpace:
-    """The bytes that filesystems had free when each was first asked for, and those that were taken of them since.
+    """The bytes that each filesystem had free when it was first used, and those taken since.
 
-    Directories below one root may be on several filesystems. One that does not tell its size, as a tmpfs without a limit or
-    some of FUSE's, has any space: all its numbers are 0 (https://man7.org/linux/man-pages/man3/statvfs.3.html).
+    Directories below one root may be on several filesystems. One that does not report its size, such as a tmpfs without a limit
+    or some of FUSE's, counts as unlimited: all its numbers are 0 (https://man7.org/linux/man-pages/man3/statvfs.3.html).
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,10 @@ class FreeSpace:
         self._last: tuple[Way, int, int] | None = None  # with its descriptor and device: small files share a directory
 
     def take(self, way: Way, count: int) -> None:
-        """Count `count` bytes more as taken in the last directory of `way`.
+        """Count `count` more bytes as taken on the filesystem of `way`'s last directory.
 
         Raises:
-            OSError: ENOSPC if there is no space for all that is taken, with the directory.
+            OSError: ENOSPC, with the directory, if more bytes are taken than were free.
 
         """
         device = self._device_of(way)

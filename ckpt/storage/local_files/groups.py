@@ -1,4 +1,4 @@
-"""Files stored together: several small ones for the price of one sync, and those of the caller's that may be linked."""
+"""Files stored together: several small ones for the price of one sync, and the caller's own that may be linked."""
 
 import errno
 import io
@@ -30,8 +30,8 @@ _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENO
 def store_group(root: RootFolder, files: Mapping[str, str | Path], *, owned: bool) -> dict[str, Transfer]:
     """Store files by key, all durable when this returns, and return their sizes and digests.
 
-    They are written under their own names, and a rename for each is saved: a killed process leaves any part of them. After
-    an error nothing of them is left.
+    They are written under their final names, which saves a rename for each: a killed process may leave any part of them.
+    After an error none of them is left.
 
     Args:
         root: The storage's directory.
@@ -70,12 +70,12 @@ class _Folder:
         """Create the file `name`, and return a descriptor for writing it."""
         try:
             return self.way.create(name)
-        except FileExistsError:  # of an earlier try; it may be read, so it is not written over
+        except FileExistsError:  # of an earlier try; a process may read it, so it is not overwritten
             self.way.unlink(name)
             return self.way.create(name)
 
     def link(self, name: str, path: Path) -> bool:
-        """Give the file at `path` the second name `name`; return whether it can have one: two mounts may be one filesystem."""
+        """Give the file at `path` the second name `name`; return whether it can have one, which it cannot across two mounts."""
         link = partial(os.link, path, name, dst_dir_fd=self.way.folder, follow_symlinks=False)
         try:
             try:
@@ -90,12 +90,12 @@ class _Folder:
         return True
 
     def _is_refused_by_fuse(self, error: OSError) -> bool:
-        """Return whether it is EIO from FUSE, where rclone's mounts answer it to each link, which they do not support."""
+        """Return whether `error` is EIO on FUSE: rclone's mounts, which do not support links, return it for each."""
         return error.errno == errno.EIO and (filesystem_of(os.fstat(self.way.folder).st_dev) or "").startswith("fuse")
 
 
 class _Group:
-    """The state of one group: what is stored, and what is still to be linked."""
+    """The state of one group: the stored files, and those still to be linked."""
 
     def __init__(self, root: RootFolder, num_files: int) -> None:
         self.stored: dict[str, Transfer] = {}
@@ -128,12 +128,12 @@ class _Group:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
         if not _is_the_callers_alone(folder.way, path.lstat()):
             return False
-        os.utime(path)  # an object's time is that of its put, which is what garbage collection goes by
+        os.utime(path)  # garbage collection goes by an object's time, which must be that of its put
         before = path.lstat()
         if not folder.is_covered:
             self._sync.begin(path)
         taken = digest_file(path)
-        if _version(path.lstat()) != _version(before):  # somebody still writes: a copy holds what its digest says
+        if _version(path.lstat()) != _version(before):  # somebody still writes to it: a copy will match its digest
             return False
         self._links[folder.key][name] = path
         self._keep(folder, name, taken)
@@ -176,7 +176,7 @@ class _Group:
             self._sync.wait()
 
     def _discard(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
         for key, names in self._written.items():
             with suppress(OSError), self._root.make(key) as way:  # the first error counts
                 for name in names:
@@ -186,7 +186,7 @@ class _Group:
 
 
 def _is_the_callers_alone(way: Way, status: os.stat_result) -> bool:
-    """Return whether a file is the caller's alone, on the same filesystem: a link's target and a second name are not ours."""
+    """Return whether a file is the caller's alone, on the same filesystem; a link or a file with a second name is not."""
     is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
     return is_alone and status.st_dev == os.fstat(way.folder).st_dev
 

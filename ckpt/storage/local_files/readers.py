@@ -44,7 +44,7 @@ def _is_locked(storage: Storage, key: str) -> bool:
     except OSError:  # no locks here
         return False
     finally:
-        with suppress(OSError):  # nothing was written: rclone's mounts refuse what is open for writing at its close only
+        with suppress(OSError):  # nothing was written: rclone's mounts refuse a file open for writing only at its close
             os.close(descriptor)
     return False
 

@@ -1,6 +1,6 @@
-"""A root directory that no name leads out of: each name below it is opened in the directory before, and no link blindly.
+"""A root directory that no name leads out of: each name below it is opened relative to its parent, and links are checked.
 
-A path that is checked and then used may mean another location by then. A descriptor stays on its directory
+A path may lead elsewhere between its check and its use. A descriptor stays on its directory
 (https://man7.org/linux/man-pages/man2/open.2.html, "Rationale for openat() and other directory file descriptor APIs").
 """
 
@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, final
 
 T = TypeVar("T")
 
-# A directory on the way needs no access: with O_PATH, opening one requests nothing but the name from a file server.
+# A directory on the way is not read: with O_PATH, opening one requests nothing but the name from a file server.
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
 _MANY_DELETES = 100  # more deletes do not hit one put; where nothing can be created, as in /proc, the loop must end
@@ -127,10 +127,10 @@ class Way:
             raise
 
     def _tell_inodes(self, error: OSError) -> None:
-        """Add to the error of a full filesystem that its inodes are used up, where its free bytes do not show why."""
+        """Add to the error of a full filesystem that its inodes are used up, if they are: its free bytes do not show this."""
         if error.errno == errno.ENOSPC:
             filesystem = os.statvfs(self.folder)
-            if filesystem.f_files and not filesystem.f_favail:  # some filesystems have no number of them
+            if filesystem.f_files and not filesystem.f_favail:  # some filesystems have no number of inodes
                 error.strerror = f"{error.strerror} (all inodes are used, which `df -i` shows)"
 
     def replace(self, source: str, target: str) -> None:
@@ -212,7 +212,7 @@ class RootFolder:
         return way
 
     def make(self, folder: str) -> Way:
-        """Open the directory at a "/"-joined path below the root, made if it is missing.
+        """Open the directory at a "/"-joined path below the root, and create it if it is missing.
 
         Raises:
             NotADirectoryError: If it is no directory.
@@ -254,7 +254,7 @@ class RootFolder:
 
 
 def despite_deletes(make: Callable[[], T]) -> T:
-    """Return what `make` returns, which makes directories: a concurrent delete may remove an empty one meanwhile."""
+    """Return what `make` returns, called again when a concurrent delete has removed an empty directory that it made."""
     for tries_left in reversed(range(_MANY_DELETES)):
         try:
             return make()

@@ -53,10 +53,10 @@ class LocalStorage:
     def put_files(self, files: Mapping[str, str | Path], *, owned: bool = False) -> dict[str, Transfer]:
         """Copy files, or link them if they are `owned` and on this filesystem; all are durable when this returns.
 
-        From 64 files on, they are made durable by one sync of the filesystem, which also waits for what others have written.
+        From 64 files on, they are made durable by one sync of the filesystem, which also waits for the writes of others.
 
         Raises:
-            OSError: ENOSPC before a file is copied for which there is no space; nothing is left of the others.
+            OSError: ENOSPC before a file is copied for which there is no space; the others are removed.
 
         """
         for key in files:
@@ -84,7 +84,7 @@ class LocalStorage:
         self._write(key, None, write)
 
     def get_file(self, key: str, path: Path) -> Transfer:
-        """Copy the object to `path`, of one that grows meanwhile what it had before: nothing must fill the disk."""
+        """Copy the object to `path`, up to its size at the start: one that grows meanwhile must not fill the disk."""
         with self._open(key) as source, path.open("wb", buffering=0) as target:
             return copy_and_digest(source, target, os.fstat(source.fileno()).st_size)
 
@@ -97,7 +97,7 @@ class LocalStorage:
         """Return a small object.
 
         Raises:
-            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+            MalformedRecordError: If it has more than 1 GiB: it is not small, and would fill the memory.
 
         """
         with self._open(key) as source:
@@ -146,7 +146,7 @@ class LocalStorage:
 
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
-        if self._rereads:  # the clients of file servers ask for it at an open; until then it may be some seconds old
+        if self._rereads:  # clients of file servers request the size at an open; until then it may be some seconds old
             with self._open(key) as file:
                 return os.fstat(file.fileno()).st_size
         with _objects_only(self._path(key)):
@@ -161,7 +161,7 @@ class LocalStorage:
         """Remove objects, and the directories that become empty; a link in an object's place is removed, not its target.
 
         Raises:
-            PermissionError: If a directory on the way is a link that leads out; all others are removed before.
+            PermissionError: If a directory on the way is a link that leads out; all other objects are removed first.
 
         """
         names_in: dict[str, list[str]] = defaultdict(list)
@@ -193,7 +193,7 @@ class LocalStorage:
                 _unlink(way, names)
 
     def reopened(self) -> "LocalStorage":
-        """Return this directory, each file of it read from the disk or its server instead of from the page cache."""
+        """Return this storage, which then reads each file from the disk or its server instead of from the page cache."""
         other = LocalStorage(self._root.path)
         other._rereads = True
         return other
@@ -223,7 +223,7 @@ class LocalStorage:
         return file
 
     def _write(self, key: str, size: int | None, write: Callable[[io.FileIO], Transfer]) -> Transfer:
-        """Store what `write` writes, if there is space for `size` bytes; None for so few that nobody asks."""
+        """Store the bytes that `write` writes, if there is space for `size` bytes; None, for small objects, skips the check."""
         *folders, name = check_key(key).split("/")
         temporary = temporary_name()
         way, file = self._create(folders, temporary)

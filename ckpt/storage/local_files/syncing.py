@@ -19,14 +19,14 @@ from .root_folder import Way
 _SYNCED_WHOLE = {"btrfs", "ext4", "f2fs", "xfs"}
 _SINCE_LINUX = (5, 8)  # before, it did not report a failed write
 _AT_ONCE = 8
-_LEAST_FILES = 64  # fewer are synced one by one, so that nobody waits for what other programs have written
+_LEAST_FILES = 64  # fewer are synced one by one, without waiting for the writes of other programs
 
 
 class GroupSync:
-    """Makes a group of files durable that are written from now on; to be closed.
+    """Makes the files of a group durable that are written from now on; to be closed.
 
     Args:
-        num_files: How many.
+        num_files: The number of files in the group.
 
     """
 
@@ -38,7 +38,7 @@ class GroupSync:
         self._pool = self._open.enter_context(ThreadPoolExecutor(_AT_ONCE, "prefect-torch-sync"))
 
     def close(self) -> None:
-        """Release what it holds, once no sync is under way."""
+        """Release its descriptors and threads, once no sync is under way."""
         self._open.close()
 
     def covers(self, way: Way) -> bool:
@@ -55,11 +55,11 @@ class GroupSync:
         return self._filesystems[device] is not None
 
     def begin(self, path: Path) -> None:
-        """Begin to make the bytes of a written file durable that no sync of a filesystem covers."""
+        """Begin to sync a written file that no sync of a whole filesystem covers."""
         self._syncing.append(self._pool.submit(_sync_file, path))
 
     def wait(self) -> None:
-        """Return when everything is durable that was written to filesystems that are synced as a whole, or was begun."""
+        """Sync the filesystems that are synced as a whole, and wait for the syncs of single files."""
         for descriptor in self._filesystems.values():
             if descriptor is not None:
                 _sync_filesystem(descriptor)
@@ -84,7 +84,7 @@ def _sync_filesystem(descriptor: int) -> None:
 def _sync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming_if_full(lambda: path):  # a file server may say so only now
+        with naming_if_full(lambda: path):  # a file server may report a full disk only now
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

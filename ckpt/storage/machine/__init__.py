@@ -1,1 +1,1 @@
-"""What this machine has, whatever the storage: scratch directories, memory, processes and mounts."""
+"""Scratch directories, memory, processes and mounts of this machine, whatever the storage."""

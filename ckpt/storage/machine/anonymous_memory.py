@@ -10,11 +10,11 @@ def anonymous_memory(size: int) -> mmap.mmap:
     The first copy into huge pages is up to six times faster than into small ones.
 
     Raises:
-        OSError: If the system has no such memory.
+        OSError: If the system has too little memory.
 
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them, as real-time ones are, knows no such advice
+        with suppress(OSError):  # a kernel without huge pages, such as a real-time one, refuses the advice
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -4,7 +4,7 @@ import os
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether there is a process with that id, of whatever user."""
+    """Return whether a process of any user has the id `pid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

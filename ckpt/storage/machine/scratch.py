@@ -24,8 +24,8 @@ _LEAST_AGE_S = 24 * 3600.0
 def make_scratch(parent: Path | None = None) -> Path:
     """Return a new, empty directory in `parent` (None: the temporary directory) that exists no longer than this process.
 
-    The first call for a `parent` in a process removes directories of killed processes, if the filesystem has locks: the ones of
-    this machine since its boot, since another machine's lock may be invisible here, and those of its earlier boots.
+    The first call for a `parent` in a process removes directories of killed processes, if the filesystem has locks: those of
+    this machine since its boot and of its earlier boots. Another machine's are left, since its locks may be invisible here.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent)
@@ -73,7 +73,7 @@ def _sweep(parent: Path) -> None:
 
 
 def own_mark() -> str:
-    """Return this kernel's mark in the names of directories that are its processes' alone."""
+    """Return this kernel's mark, which is in the names of directories that only its processes use."""
     return xxhash.xxh3_64_hexdigest(kernel_id().encode())
 
 
@@ -94,10 +94,10 @@ def kernel_id() -> str:
 
 
 def is_of_earlier_boot(folder: Path) -> bool:
-    """Return whether a directory with another kernel's mark is one that this machine left before it was started last.
+    """Return whether a directory with another kernel's mark is one that this machine left before its last boot.
 
-    It is older than that, and than a day, and on a filesystem of this kernel. The latter alone proves nothing: this machine may
-    export the filesystem by NFS, whose clients' locks on a directory are unknown here.
+    Such a directory is older than the boot, and than a day, and on a local filesystem. The filesystem alone proves nothing:
+    this machine may export it by NFS, whose clients' locks on a directory are unknown here.
     """
     if not is_local(folder):
         return False

@@ -38,8 +38,8 @@ class ObstoreStorage:
         url: `s3://bucket/prefix`, `gs://…` or `az://…`.
         options: object_store's configuration keys, such as `aws_endpoint_url`; for missing ones the environment's AWS_…
             variables apply, then boto3's own search for credentials.
-        deadline_s: After how many seconds without a byte a request is given up, 120 at most; ten minutes for an upload, which
-            first has to send what is behind it in the line.
+        deadline_s: After how many seconds without a byte a request is given up, 120 at most; ten minutes for an upload, whose
+            wait begins before its first byte is sent.
 
     Raises:
         ValueError: If the url or an option is invalid.
@@ -124,7 +124,7 @@ class ObstoreStorage:
         """Return a small object.
 
         Raises:
-            MalformedRecordError: If it has more than 1 GiB: nothing that is small, and it would fill the memory.
+            MalformedRecordError: If it has more than 1 GiB: it is not small, and would fill the memory.
 
         """
         found = self._call_for(key, lambda: obstore.get(self._store, check_key(key)))
@@ -182,7 +182,7 @@ class ObstoreStorage:
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the prefixes directly below `prefix`, a request per thousand."""
         below = _below(prefix)
-        yield from self._folders(prefix, below) or self._folders(prefix, below)  # an empty response is confirmed, as of `list`
+        yield from self._folders(prefix, below) or self._folders(prefix, below)  # an empty response is confirmed, as in `list`
 
     def _folders(self, prefix: str, below: str | None) -> Sequence[str]:
         found = self._call(prefix, lambda: obstore.list_with_delimiter(self._store, below))
@@ -199,10 +199,10 @@ class ObstoreStorage:
         return self._call_for(key, lambda: obstore.get(self._store, key).meta["size"])
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, a thousand per request; each by one of its own where a server refuses such requests.
+        """Remove objects, a thousand per request; one per request if the server refuses bulk deletes.
 
-        Some S3 servers have none of them (Alibaba's OSS), and Ceph 16 wants a right to the bucket for them, which a
-        policy for its objects does not give.
+        Some S3 servers do not support bulk deletes (Alibaba's OSS), and Ceph 16 requires a right to the bucket for them, which
+        a policy for its objects does not grant.
         """
         paths = [check_key(key) for key in keys]
         for start in range(0, len(paths), _DELETE_AT_ONCE):
@@ -281,7 +281,7 @@ class ObstoreStorage:
         return result
 
     def _call_for(self, key: str, request: Callable[[], T]) -> T:
-        """Request an object; a refused one that is not listed is missing.
+        """Request an object; a refused one that is not listed counts as missing.
 
         S3 answers that nothing is there only if this user may list the whole bucket, not if a policy allows a prefix alone
         (https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html).
@@ -294,7 +294,7 @@ class ObstoreStorage:
         raise FileNotFoundError(f"{self._url}/{key} does not exist")
 
     def _is_unlisted(self, key: str) -> bool:
-        """Return whether the listing of the key's folder can be had, and leaves the key out; twice, as of `list`."""
+        """Return whether two listings of the key's folder succeed and leave the key out; one is not enough, as in `list`."""
         folder = _below(key.rpartition("/")[0])
         with contextlib.suppress(obstore.exceptions.BaseError, OSError):
             found = [obstore.list_with_delimiter(self._store, folder)["objects"] for _ in range(2)]

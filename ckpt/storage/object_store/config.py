@@ -23,7 +23,7 @@ _CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
 _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
-_ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # at any other, object_store panics, with a BaseException
+_ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
     "access_key_id": "aws_access_key_id",
@@ -109,7 +109,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
 
     try:
         return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
-    except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter of a URL, and names none
+    except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter is for a URL, and does not name it
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
 
 

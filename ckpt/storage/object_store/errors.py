@@ -21,16 +21,16 @@ from prefect_torch.ckpt.text import show_age
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
-_NOT_ENCRYPTED, _OF_STS = "source: BadScheme", "performing POST REDACTED"  # its requests alone hide the address
+_NOT_ENCRYPTED, _OF_STS = "source: BadScheme", "performing POST REDACTED"  # only requests to STS hide the address
 _NO_IDENTITY = "Failed to read token file"
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
-# Of an answer, of one object of many, and of botocore, which fetches the credentials of a role.
+# The code in a response, of one object of many, and of botocore, which fetches the credentials of a role.
 _CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w*)")
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
-# Below the first line of object_store's text, which says of every connection that fails only that a request could not be sent.
+# Found below the first line of object_store's text, which is the same for every failed connection.
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(?P<why>\w+)")
 _CERTIFICATE_REMEDIES = {  # by the beginning of rustls' name for the reason (https://docs.rs/rustls/latest/rustls/enum.CertificateError.html)
     "CaUsedAsEndEntity": "it says that it is an authority's own: have it made with basicConstraints=CA:FALSE",
@@ -72,13 +72,13 @@ def _translate_missing(error: Exception, where: str, reason: str) -> Exception:
 
 
 def _not_its_answer(where: str, reason: str) -> StorageError:
-    return StorageError(f"{where}: something before the object store answers that nothing is there ({reason})")
+    return StorageError(f"{where}: something in front of the object store answers that nothing exists ({reason})")
 
 
 def _translate_refused(error: Exception, where: str, reason: str) -> Exception | None:
     text = str(error)
     if "object with invalid path" in text:
-        return OSError(f"{where}: {reason}; no listing goes beyond such a key: delete or rename that object")
+        return OSError(f"{where}: {reason}; no listing continues past such a key: delete or rename that object")
     if "redirect without LOCATION" in text:
         return OSError(f"{where} is in another region: set aws_region, or AWS_REGION ({reason})")
     if _code(error) in SKEWED:
@@ -91,9 +91,9 @@ def _translate_refused(error: Exception, where: str, reason: str) -> Exception |
 
 
 def _translate_login(error: Exception, where: str, reason: str, *, has_answered: bool) -> Exception | None:
-    """Return the error of a request that was not sent, since no credentials could be had for it; None for any other.
+    """Return the error of a request that was not sent because no credentials were obtained for it; None for any other.
 
-    Those of a role are fetched again every hour: a service that does not answer then may do so a moment later.
+    A role's credentials are fetched again every hour: a service that does not answer then may do so a moment later.
     """
     text, status = str(error), _status(error)
     if _NOT_ENCRYPTED in text and _OF_STS in text:
@@ -115,7 +115,7 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
 
 
 def _translate_tls(error: Exception, where: str) -> Exception | None:
-    """Return the error of a server that has never been reached, and will not be by TLS as it is set; None for any other."""
+    """Return the error of a server that has never been reached, and cannot be with these TLS settings; None for any other."""
     text = str(error)
     if (found := _CERTIFICATE.search(text)) is not None:
         why = found["why"]
@@ -129,7 +129,7 @@ def _translate_tls(error: Exception, where: str) -> Exception | None:
 def is_unexplained(error: Exception) -> bool:
     """Return whether a request failed with a status alone, without the code by which an object store names the reason.
 
-    The response to a HEAD has none. In others, a gateway or a proxy has answered in the object store's place.
+    The response to a HEAD has no code. Other responses without one come from a gateway or a proxy, not from the object store.
     """
     return 400 <= _status(error) < 500 and _ANSWER.search(str(error)) is None  # noqa: PLR2004 - HTTP's client errors
 
@@ -145,7 +145,7 @@ def denies_object(error: Exception) -> bool:
 
 
 def has_no_upload(error: Exception) -> bool:
-    """Return whether a server does not know a multipart upload: it may be complete, and the response to that was lost."""
+    """Return whether a server does not know a multipart upload: the upload may be complete, and its response lost."""
     text = str(error)
     return (_status(error) in (404, 405) or _NO_UPLOAD.search(text) is not None) and "NoSuchBucket" not in text
 
@@ -199,7 +199,7 @@ def _parse_time(text: str) -> datetime:
 def first_reason(error: Exception) -> str:
     """Return the first line without its URL's query, which may be signed, and the code and message of the server's response.
 
-    Of a request that was not sent, the reason comes instead of a response, such as "Connection refused".
+    For a request that was not sent, the reason, such as "Connection refused", replaces the response.
     """
     text = str(error).strip()
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")

@@ -78,8 +78,8 @@ class BucketListing:
     def list(self, prefix: str, after: str | None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield the objects below `prefix`, as `Storage.list` promises; a request per thousand, and one for each split at most.
 
-        If the order is not known, one more request determines it, if there are more than a thousand objects. What is behind
-        the first thousand is listed in parts, between splits.
+        If the order is not known, one more request determines it, if there are more than a thousand objects. Objects
+        behind the first thousand are listed in parts, between splits.
 
         Raises:
             OSError: If the server loses objects between two pages.
@@ -97,7 +97,7 @@ class BucketListing:
                 self._ignores_after = True  # in order, but from the beginning
             if (begins_after is not None and not is_known) or (
                 begins_after is None and is_known and after is not None and keys[-1] < after
-            ):  # the part left out may be newer; or the order is known now, and pages can be left out
+            ):  # objects left out may be newer; or the order is known now, and pages can be left out
                 yield from self.list(prefix, after, splits)
                 return
             yield from (info for info in page if after is None or info.key > after)
@@ -109,12 +109,12 @@ class BucketListing:
     def _whole(self, prefix: str, after: str | None) -> Iterator[Sequence[ObjectInfo]]:
         """Yield the pages below `prefix`, also those behind a response that was no listing though its status was 200.
 
-        object_store takes any XML for a listing, such as a service's error or a gateway's page: for an empty one, or for the
-        end after a full page. Both are confirmed by one more request. A server that knows only the first version of listings
-        ends each after a full page, too, and gives the same page again when asked for what is behind it.
+        object_store takes any XML, such as a service's error or a gateway's page, for an empty listing, or for the end of one
+        after a full page. Both are confirmed by one more request. A server that supports only the first version of listings
+        also ends each after a full page, and returns the same page when the next one is requested.
 
         Raises:
-            OSError: If the server does so.
+            OSError: If the server returns the same page.
 
         """
         end, is_full = None, False
@@ -127,13 +127,13 @@ class BucketListing:
         while end is not None and is_full and (self._order.is_known or self._ignores_after):
             before, is_full = end, False
             for page in self._pages(prefix, before):
-                if not self._order.is_behind(page[0].key, before):  # one known server goes on by another order
+                if not self._order.is_behind(page[0].key, before):  # one known server continues in another order
                     if before not in {info.key for info in page}:
                         return
                     self._ignores_after = True
                     raise OSError(
                         f"the server of {self._url} lists {LISTED_AT_ONCE} objects below {prefix}, and the same ones when "
-                        "asked for what is behind them, so that others cannot be seen: give trainings another server"
+                        "the next are requested, so that others cannot be seen: give trainings another server"
                     )
                 yield page
                 end, is_full = page[-1].key, len(page) >= LISTED_AT_ONCE
@@ -181,6 +181,6 @@ class BucketListing:
         if other not in {info.key for info in behind} and self._exists(other):
             raise OSError(
                 f"the server of {self._url} loses objects from listings of more than {LISTED_AT_ONCE}: it lists {other} behind "
-                f"{one}, but not when asked for what is behind; give trainings another server, and copy these objects there"
+                f"{one}, but not when the next are requested; give trainings another server, and copy these objects there"
             )
         self._goes_on_as_it_lists = True

@@ -13,11 +13,11 @@ from obstore.store import S3Store
 
 _TRUE = ("1", "true", "on", "yes", "y")  # as object_store reads it
 _logger = logging.getLogger(__name__)
-_told: set[str] = set()  # the prefixes for which this process has said so: a training prunes again and again
+_told: set[str] = set()  # the prefixes for which this process has logged it: a training prunes again and again
 
 
 def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
-    """Abort the uploads below `prefix` that got nothing for longer than this by the server's clock; return how many.
+    """Abort the uploads below `prefix` without a new part for `older_than_s` by the server's clock; return their number.
 
     Costs a request per thousand uploads, and one for each that began so long ago, through boto3, since object_store cannot list
     them. If a server or a policy does not allow listing them, they are left to the bucket's lifecycle rule
@@ -30,7 +30,7 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
         http: dict[str, Any] = dict(store.client_options or {})
         with _verify(http) as verify:
             client = _client(store, verify, http.get("proxy_url"))
-            with suppress(client.exceptions.NoSuchUpload):  # so rclone says that a bucket has no uploads
+            with suppress(client.exceptions.NoSuchUpload):  # rclone's error for a bucket without uploads
                 return _abort_below(client, store, below, timedelta(seconds=older_than_s))
             return 0
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
@@ -59,7 +59,7 @@ def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int
 
 
 def _payer(store: S3Store) -> dict[str, str]:
-    """Return what a bucket demands whose requester pays, where object_store is told to send it."""
+    """Return the parameter that a requester-pays bucket demands, if object_store is configured to send it."""
     pays = dict(store.config).get("request_payer") or os.environ.get("AWS_REQUEST_PAYER", "")
     return {"RequestPayer": "requester"} if str(pays).lower() in _TRUE else {}
 
@@ -99,7 +99,7 @@ def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
     endpoint = config.get("endpoint")
     if is_virtual and endpoint is not None:  # object_store wants the bucket in it, and boto3 itself puts it there
         endpoint = endpoint.replace(f"://{config.get('bucket')}.", "://", 1)
-    return boto3.Session().client(  # the process's own session would keep what a file of credentials held at first
+    return boto3.Session().client(  # the process's own session would keep the first content of a credentials file
         "s3",
         endpoint_url=endpoint,
         region_name=config.get("region"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 RANGE_BYTES = 4 * 2**20
-_LARGE_BYTES = 16 * RANGE_BYTES  # smaller files are read several at a time, and threads of their own would only cost
+_LARGE_BYTES = 16 * RANGE_BYTES  # smaller files are read several at a time, and more threads would only cost
 _AHEAD = 8
 _VALID = timedelta(minutes=5)
 _TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ def _arrived(data: memoryview, reading: "Future[int]") -> tuple[int, memoryview]
 
 
 def _memory(size: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]  # of pages, as writes past the page cache require
+    return memoryview(mmap.mmap(-1, max(size, 1)))[:size]  # aligned to pages, as writes past the page cache require
 
 
 def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into: memoryview) -> int | None:
@@ -81,7 +81,7 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
     not answer.
     """
     import urllib.request  # noqa: PLC0415 - a sixth of what opening a bucket imports, for few servers only
-    from http.client import HTTPException  # noqa: PLC0415 - likewise
+    from http.client import HTTPException  # noqa: PLC0415 - for few servers only
 
     if not isinstance(store, (S3Store, GCSStore, AzureStore)):
         return None
@@ -112,7 +112,7 @@ def _trusted(store: "S3Store | GCSStore | AzureStore") -> tuple[str | None, bool
 @lru_cache(maxsize=8)  # reading the system's certificates takes as long as some ranges do
 def _opener(certificates: str | None, trusts_any: bool, proxy: str | None) -> "OpenerDirector":
     import ssl  # noqa: PLC0415 - for few servers only
-    import urllib.request  # noqa: PLC0415 - likewise
+    import urllib.request  # noqa: PLC0415 - for few servers only
 
     context = ssl.create_default_context(cadata=certificates)
     if certificates is not None:

@@ -1,1 +1,1 @@
-"""From what a user gives, a path, a URL or a block, to the specification of a storage; opens nothing."""
+"""Conversion of a path, a URL or a block to the specification of a storage; opens nothing."""

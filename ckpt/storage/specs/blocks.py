@@ -21,7 +21,7 @@ from .cloud_blocks import cloud_spec, is_cloud_block
 from .location import BLOCK_SLUGS, is_block_slug, parse_location
 
 KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucket, GcsBucket or AzureBlobStorageContainer"
-# Options of s3fs by which it signs, encrypts or pays otherwise.
+# Options by which s3fs signs, encrypts or pays differently.
 _OF_S3FS_ALONE = ("profile", "requester_pays", "s3_additional_kwargs")
 _CLOSE = 0.75
 _ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
@@ -66,9 +66,9 @@ def resolve_storage(storage: Any) -> StorageSpec:
 
 
 def refuse_misspelled_fields(block: Any) -> None:
-    """Raise ValueError if a block, or one in it, has something under a name that is nearly that of a field left unset.
+    """Raise ValueError if a block, or a block in it, has a value under a name that is close to that of an unset field.
 
-    Prefect's blocks take any name: checkpoints would be elsewhere, or without the credentials.
+    Prefect's blocks accept any name: checkpoints would be stored elsewhere, or without the credentials.
     """
     if not isinstance(block, Block):
         return
@@ -91,7 +91,7 @@ def is_spec_holder(block: Any) -> TypeGuard[HasSpec]:
 def credential_source_of(storage: Any) -> bytes:
     """Return the source of fresh credentials of `storage`: the name of a saved block, else the block itself.
 
-    A block with a profile or a role gives new keys each time; one with keys of its own only if new ones are saved in it.
+    A block with a profile or a role gives new keys each time; a block that holds keys, only if new ones are saved in it.
     """
     name = getattr(storage, "_block_document_name", None)
     is_saved = name is not None and not storage._is_anonymous  # noqa: SLF001 - Prefect has no public name for it
@@ -142,7 +142,7 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
 
 
 def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
-    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines need not have it."""
+    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines may lack the profile."""
     if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
         return None, None
     session = botocore.session.Session(profile=credentials.profile_name)
@@ -151,7 +151,7 @@ def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | N
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:
-    """Return the options for boto3's `verify`: False, or a file of certificates, whose content another machine has not."""
+    """Return the options for boto3's `verify`: False, or a file of certificates, read since other machines may lack it."""
     return {
         "allow_invalid_certificates": "true" if verify is False else None,
         "root_certificate": None if verify is None or isinstance(verify, bool) else Path(verify).read_text(),
@@ -159,11 +159,11 @@ def _tls_options(verify: Any) -> dict[str, str | None]:
 
 
 def _virtual_hosts(config: Mapping[str, Any] | None, bucket: str, endpoint: str | None) -> dict[str, str]:
-    """Return the options for boto3's addressing style: object_store puts the bucket before AWS' own hosts alone."""
+    """Return the options for boto3's addressing style: object_store adds the bucket to the names of AWS' own hosts only."""
     if ((config or {}).get("s3") or {}).get("addressing_style") != "virtual":
         return {}
     scheme, slashes, host = (endpoint or "").partition("://")
-    if _ADDRESS.match(host):  # as boto3: an address has no names below it
+    if _ADDRESS.match(host):  # as in boto3: an IP address has no subdomains
         return {}
     options = {"aws_virtual_hosted_style_request": "true"}
     if slashes and not host.startswith(f"{bucket}."):
@@ -197,7 +197,7 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
     """Return an fsspec block's location; s3fs' option names for S3 become the object store's.
 
     Raises:
-        ValueError: If s3fs would store or find objects otherwise for one of its options.
+        ValueError: If one of the options would make s3fs store or find objects differently.
 
     """
     settings = dict(block.settings)

@@ -37,7 +37,7 @@ def _gcs_spec(block: Any) -> StorageSpec:
         options["google_service_account_key"] = json.dumps(key.get_secret_value())
     elif file is not None:  # its content: a rank on another machine has no such file
         options["google_service_account_key"] = Path(file).expanduser().read_text()
-    # The endpoint in a key is object_store's own way to another server.
+    # object_store takes the endpoint of another server from the key.
     if str(json.loads(options.get("google_service_account_key", "{}")).get("gcs_base_url", "")).startswith("http://"):
         options["allow_http"] = "true"
     return StorageSpec(_joined(f"gs://{block.bucket}", block.bucket_folder), options)
@@ -52,7 +52,10 @@ def _azure_spec(block: Any) -> StorageSpec:
 
 
 def _of_connection_string(credentials: Any) -> dict[str, str | None]:
-    """Read what https://learn.microsoft.com/azure/storage/common/storage-configure-connection-string describes."""
+    """Return the options of the block's connection string.
+
+    Its format: https://learn.microsoft.com/azure/storage/common/storage-configure-connection-string
+    """
     text = credentials.connection_string.get_secret_value()
     fields = {name.lower(): value for name, _, value in (part.partition("=") for part in text.split(";")) if value}
     endpoint = fields.get("blobendpoint")

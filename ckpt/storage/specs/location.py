@@ -11,7 +11,7 @@ from prefect_torch.ckpt.storage.protocol import StorageSpec
 
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 _BUCKETS = {"s3", "gs", *_OTHER_NAMES}
-OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # their URLs hold container@account
+OBJECT_STORES = _BUCKETS | {"az", "azure", "abfs", "abfss", "adl"}  # Azure's URLs may hold container@account
 BLOCK_SLUGS = {
     "checkpoint-storage",
     "local-file-system",
@@ -56,10 +56,10 @@ def is_bucket(url: str) -> bool:
 
 
 def canonical(location: str) -> str:
-    """Return a local path as this machine resolves it, without links and ".."; a URL with the first name of its scheme.
+    """Return a local path as this machine resolves it, without links and ".."; a URL with the canonical name of its scheme.
 
-    Two spellings of one location are compared by it. What is stored, shown and sent to other machines is as it was given, since
-    a link may lead elsewhere there.
+    It serves only to compare two spellings of one location. A location is stored, shown and sent to other machines as it was
+    given, since a link may lead elsewhere there.
     """
     scheme, separator, rest = location.partition("://")
     return f"{_OTHER_NAMES.get(scheme, scheme)}://{rest}" if separator else os.path.realpath(location)
@@ -83,7 +83,7 @@ def refuse_password(text: str) -> None:
 
 
 def is_block_slug(text: str) -> bool:
-    """Return whether `text` names a saved block, also with a slip in its type ("s3bucket/x") unless that directory exists."""
+    """Return whether `text` names a saved block, also with a misspelled type ("s3bucket/x") unless that path exists."""
     slug, _, name = text.partition("/")
     if not name or "/" in name:
         return False
@@ -111,7 +111,7 @@ def _absolute(path: str) -> str:
     try:
         return str(Path(path).expanduser().absolute())
     except RuntimeError as exc:
-        raise ValueError(f"{path}: nothing says which directory {path.partition('/')[0]!r} is here; give a whole path") from exc
+        raise ValueError(f"{path}: the directory {path.partition('/')[0]!r} is unknown here; give an absolute path") from exc
 
 
 def normalized(spec: StorageSpec) -> StorageSpec:
@@ -147,12 +147,12 @@ def normalized(spec: StorageSpec) -> StorageSpec:
         )
     if scheme in _BUCKETS and _PARAMETERS.search(rest):
         raise ValueError(
-            f"{scheme}://{rest.partition('?')[0]} goes on with parameters, as pyarrow has them: give the server's address in "
+            f"{scheme}://{rest.partition('?')[0]} is followed by parameters, as in pyarrow: give the server's address in "
             "AWS_ENDPOINT_URL and the region in AWS_REGION, or both in an S3 block"
         )
     if scheme in OBJECT_STORES and ("?" in rest or "#" in rest):
         raise ValueError(
-            f"{scheme}://{re.split('[?#]', rest)[0]} goes on with '?' or '#': write %3F or %23 in a directory's name"
+            f"{scheme}://{re.split('[?#]', rest)[0]} is followed by '?' or '#': write %3F or %23 in a directory's name"
         )
     rest = rest.rstrip("/")
     if scheme in OBJECT_STORES and {"", ".", ".."} & set(names := unquote(rest).split("/")):

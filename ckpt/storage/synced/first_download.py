@@ -1,4 +1,4 @@
-"""What a machine downloads before it reads a run in a synced directory; nothing for any other storage."""
+"""The download of a run in a synced directory, before a machine reads it; does nothing for any other storage."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +15,7 @@ def download_run(spec: StorageSpec, run: str) -> None:
     """Copy all of a run to this machine, with the storage's retries.
 
     Raises:
-        StorageError: If that failed: what this machine has may be older, and a start without it would be from the beginning.
+        StorageError: If that failed: this machine's copy may be old or missing, and the training would lose work.
 
     """
     if Transport.of(spec.options) is None:
@@ -26,7 +26,7 @@ def download_run(spec: StorageSpec, run: str) -> None:
 def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
     """Copy all of a run to this machine unless it has the objects `keys`; one process of a machine does so for all.
 
-    The keys are asked for only if the storage is a synced directory.
+    `keys` is iterated only if the storage is a synced directory.
     """
     if Transport.of(spec.options) is None:
         return

@@ -13,8 +13,8 @@ class LateUploads:
     """The keys that are yet to be uploaded by this process.
 
     Args:
-        period_s: How long they wait at most.
-        upload: Uploads what waits.
+        period_s: The longest time in seconds that they wait.
+        upload: Uploads the waiting objects.
 
     """
 
@@ -26,7 +26,7 @@ class LateUploads:
         self._timer: threading.Timer | None = None
 
     def add(self, keys: Iterable[str]) -> None:
-        """Let `keys` wait."""
+        """Add `keys` to those that wait."""
         with self._lock:
             self._keys.update(keys)
             if self._keys and self._timer is None:
@@ -35,7 +35,7 @@ class LateUploads:
                 self._timer.start()
 
     def take(self) -> set[str]:
-        """Return what waits, which the caller uploads now, or adds again."""
+        """Remove and return the waiting keys, which the caller uploads now, or adds again."""
         with self._lock:
             keys, self._keys = self._keys, set()
             return keys
@@ -45,5 +45,5 @@ class LateUploads:
             self._timer = None
         try:
             self._upload()
-        except (StorageError, OSError, ValueError) as exc:  # they wait again, and the next commit takes them along
+        except (StorageError, OSError, ValueError) as exc:  # the keys wait again, and the next commit uploads them
             _logger.warning("small objects could not be synced yet: %s", exc)

@@ -1,4 +1,4 @@
-"""A directory of this machine as a storage, each put of which a command copies to where other machines reach it."""
+"""A directory of this machine as a storage: a command copies each put to a place that other machines reach."""
 
 import os
 import secrets
@@ -27,8 +27,8 @@ class SyncedStorage(LocalStorage):
     """A local directory whose objects are copied elsewhere before a put returns; all is read from the directory.
 
     A put uploads a directory that holds the new objects alone, as links, under their keys: the tool merges it into the target.
-    A small object appears in the directory only after its upload, so that a manifest is seen by readers on this machine once
-    it is elsewhere. What is deleted stays at the target.
+    A small object appears in the directory only after its upload, so that readers on this machine see a manifest only
+    once it is at the target. Deleted objects stay at the target.
 
     Args:
         root: The directory.
@@ -63,7 +63,7 @@ class SyncedStorage(LocalStorage):
         return done
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Upload a small object, then write it; one that may come late waits for others."""
+        """Upload a small object, then write it; one that may be uploaded late is written, and waits for others."""
         if self._transport.is_late(key):
             super().put_bytes(key, data)
             self._late.add([key])
@@ -72,7 +72,7 @@ class SyncedStorage(LocalStorage):
         super().put_bytes(key, data)
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Yield the names of the directories directly below `prefix`, without that of uploads."""
+        """Yield the names of the directories directly below `prefix`, without the directory of uploads."""
         yield from (name for name in super().folders(prefix) if prefix or name != FOLDER)
 
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
@@ -87,17 +87,17 @@ class SyncedStorage(LocalStorage):
         return other
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove what killed writers and uploaders have left."""
+        """Remove the leftovers of killed writers and uploaders."""
         super().remove_interrupted(prefix, older_than_s)
         for staged in (Path(self.url) / FOLDER).glob("*-*"):
-            with suppress(FileNotFoundError, ValueError):  # removed meanwhile; no directory of an uploader
+            with suppress(FileNotFoundError, ValueError):  # removed meanwhile, or not an uploader's directory
                 if staged.stat().st_mtime <= time.time() - older_than_s and not is_alive(int(staged.name.partition("-")[0])):
                     shutil.rmtree(staged)
 
     def download(self, run: str) -> None:
         """Copy all of a run here from where it was uploaded; objects that are only here stay.
 
-        A marker is uploaded first: so the directory exists, and an error of the download is none of a run that is new.
+        A marker is uploaded first, so that the directory exists at the target, and the download of a new run succeeds.
 
         Raises:
             StorageError: If the upload or the download failed.
@@ -109,7 +109,7 @@ class SyncedStorage(LocalStorage):
         self._transport.run_download(run, f"{here}/")
 
     def _upload(self, keys: Iterable[str], small: Mapping[str, bytes] | None = None) -> None:
-        """Upload objects of this directory, what waits, and small objects that are not in it yet."""
+        """Upload objects of this directory, the waiting ones, and small objects that are not in it yet."""
         late = self._late.take()
         staged = Path(self.url) / FOLDER / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:

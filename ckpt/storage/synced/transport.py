@@ -33,10 +33,10 @@ class Transport:
         upload: Copies the directory {source} to {target}: a command template, "module:function", or a function that
             `pickled_function` has encoded.
         download: The same, from {source} elsewhere to {target} here.
-        target: The place elsewhere.
-        period_s: How long small objects that may come late wait for others.
-        timeout_s: How long one call may take; then it is killed.
-        late: Beginnings of names, separated by spaces: objects below or beside such a name may come late.
+        target: The place to copy to.
+        period_s: The longest time in seconds that small objects may wait for others.
+        timeout_s: The seconds that one call may take; a command is then killed.
+        late: Beginnings of names, separated by spaces: an object with a name in its key that begins so may be uploaded late.
 
     """
 
@@ -63,7 +63,7 @@ class Transport:
         return any(f"/{name}" in f"/{key}" for name in self.late.split())
 
     def run_upload(self, source: str) -> None:
-        """Copy what is in a directory here to the target.
+        """Copy the content of a local directory to the target.
 
         Raises:
             StorageError: If that failed, or took too long.
@@ -73,7 +73,7 @@ class Transport:
         _copy(self.upload, source, self.target, float(self.timeout_s))
 
     def run_download(self, path: str, target: str) -> None:
-        """Copy what is in the target's directory `path` to a directory here; raises as `run_upload`."""
+        """Copy the content of the target's directory `path` to a local directory; raises as `run_upload`."""
         _copy(self.download, f"{self.target}/{path}/", target, float(self.timeout_s))
 
 
@@ -102,7 +102,7 @@ def _imported(name: str) -> Copy:
 
 
 def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
-    """Call a function in a thread, since no other way bounds it; one that hangs is left behind."""
+    """Call a function in a thread, since nothing else bounds its time; a thread that hangs is left behind."""
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -141,7 +141,7 @@ def _run(command: list[str], timeout_s: float) -> None:
         return
     ended = f"exited with {process.returncode}" if process.returncode > 0 else f"was killed by signal {-process.returncode}"
     text = output.decode(errors="replace").strip()[-_LONGEST_OUTPUT:]
-    # Each try that failed, since what the storage raises after the last one has that one's error alone.
+    # Log each try that failed, since the storage's final error shows only that of the last one.
     _logger.warning("%s %s after %.1f s; its output:\n%s", shown, ended, time.monotonic() - started_s, text)
     raise StorageError(f"{command[0]} {ended} after {time.monotonic() - started_s:.1f} s: {text.rpartition(chr(10))[2]}")
 

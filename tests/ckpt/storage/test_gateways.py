@@ -74,7 +74,7 @@ def once(monkeypatch):
 def test_a_gateways_404_is_no_missing_object(storage, proxy, call):
     storage.put_bytes("run/x", b"123")
     proxy.change = lambda *_: NOTHING
-    with pytest.raises(StorageError, match="something before the object store answers that nothing is there") as caught:
+    with pytest.raises(StorageError, match="something in front of the object store answers that nothing exists") as caught:
         call(storage)
     assert classify(caught.value) == "transient"
 

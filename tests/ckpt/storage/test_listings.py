@@ -323,7 +323,7 @@ def test_a_server_that_lists_its_first_page_only_is_told(after):
         "s3://bucket", lambda *_: iter([[info_of(key) for key in KEYS[:1000]]]), lambda _: True, is_documented=False
     )
     for _ in range(2):
-        with pytest.raises(OSError, match="lists 1000 objects below m/, and the same ones when asked for what is behind"):
+        with pytest.raises(OSError, match="lists 1000 objects below m/, and the same ones when the next are requested"):
             listed(listing, after)
 
 

@@ -44,7 +44,7 @@ def test_a_file_url_loses_nothing_of_its_path(url, path):
         ("s3:bucket/x", "lost a slash"),
         (r"C:\Users\ada\checkpoints", "is a path of Windows: give one of the machine that runs the ranks"),
         ("d:/checkpoints", "is a path of Windows"),
-        ("~no-such-user/checkpoints", "nothing says which directory '~no-such-user' is here; give a whole path"),
+        ("~no-such-user/checkpoints", "the directory '~no-such-user' is unknown here; give an absolute path"),
         (" s3://bucket/x", "neither a path nor a URL"),
         ("simplecache::s3://bucket/x", "neither a path nor a URL"),
         (Path("s3://bucket/x"), "lost a slash"),

@@ -67,7 +67,7 @@ def test_a_block_without_a_place_says_what_to_give():
 
 
 def test_a_block_whose_location_was_given_by_another_name_says_which_fields_there_are():
-    with pytest.raises(ValueError, match="no location, and no field 'path' that is one: its fields are location, file_sys"):
+    with pytest.raises(ValueError, match="no location, and 'path' is none of its fields: location, file_sys"):
         CheckpointStorage(path="/data").check()
 
 
@@ -135,7 +135,7 @@ def test_a_file_that_is_missing_is_no_bucket(tmp_path):
 def test_an_endpoint_that_speaks_no_tls_is_told_by_what_to_change(moto):
     with pytest.raises(StorageUnfitError, match="does not speak TLS at this port: write its address as http://") as caught:
         probe_storage(at(S3Server(moto.endpoint.replace("http://", "https://")), "bucket"))
-    assert caught.value.advice == "change what this names, or give another location"
+    assert caught.value.advice == "change the setting that the error names, or give another location"
 
 
 def test_an_endpoint_that_nobody_listens_at_is_told():
@@ -182,7 +182,7 @@ class Forgetful(LocalStorage):
         ("list", "does not list: it lists [] instead of"),
         (
             "fresh",
-            "/c'], which were stored just before; switch off what answers listings from a cache, or give another location",
+            "/c'], which were stored just before; switch off the cache that answers listings, or give another location",
         ),
         ("after", "/b, it leaves out ['prefect-torch-probe-"),
         ("read", "does not read: it gives back b'something else' instead of"),
