@@ -391,7 +391,7 @@ class Checkpoint:
 
 @contextmanager
 def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
-    """Yield the directory at `path`, or else a new one; after an error, remove a directory created here."""
+    """Yield the directory at `path`, or else a new one; after an error, remove a new one, if named only if it is empty."""
     target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
     is_new = path is None or not target.exists()
     target.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,8 @@ class Journal:
 def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
     """Return every entry, in order, even if the leader merges objects meanwhile.
 
-    Costs a listing and a read for each object, of which there are some 64 and one for each thousand entries, 16 MiB or start.
+    Costs a listing and a read for each object. There is one object per thousand entries or 16 MiB, and up to 64 more per start
+    of the sweep.
 
     Args:
         run: The sweep.
