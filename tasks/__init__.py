@@ -87,6 +87,6 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - only when something is asked for
+    from importlib import import_module  # noqa: PLC0415 - only when an attribute is requested
 
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -39,7 +39,7 @@ class EvaluationJob:
         name: The name of the evaluation.
         scaling: The ranks and their devices.
         working_dir: The directory whose copy the ranks run in; None for the flow's own.
-        log_ranks: Whose lines go to Prefect; of the others, only the last ones of a rank that fails.
+        log_ranks: The ranks whose lines go to Prefect; of the other ranks, only the last lines of one that fails.
         log_level: The lowest level of the lines that go to Prefect; None for all. All lines are stored beside the run if some
             do not go to Prefect.
 
@@ -73,12 +73,12 @@ def evaluate_checkpoint(
     Args:
         job: The evaluation.
         checkpoint: The checkpoint.
-        gpus: The GPUs of the ranks, which are taken for the time of this call; None if they have none here.
-        machines: The machines of the ranks, which are lent for the time of this call; None for this one.
-        termination: Whether the flow run is being terminated; None if nothing but an exception of its thread says so.
+        gpus: The GPUs of the ranks, which are taken for the duration of this call; None if they use no GPUs of this machine.
+        machines: The machines of the ranks, which are leased for the duration of this call; None for this machine.
+        termination: Whether the flow run is being terminated; None for a new Termination without grace.
 
     Raises:
-        Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
+        Exception: The exception of the failing rank's function, raised from the RankFailedError that has its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
         ValueError: If the training itself reported a metric with the evaluation's name.
         CheckpointError: If the checkpoint's manifest is damaged, or the storage fails.
@@ -145,7 +145,7 @@ def _run_ranks(
     lease: Lease | None,
     logs: RankLogs,
 ) -> Any:
-    # Without it, Prefect marks the task runs of ranks as rolled back as soon as this one fails.
+    # Without this transaction, Prefect marks the task runs of ranks as rolled back as soon as this task run fails.
     with transaction(commit_mode=CommitMode.EAGER):
         gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, lease, logs=logs)
         try:

@@ -1,6 +1,6 @@
 """Whether a run is alive, by its storage, the machine of its leader and Prefect.
 
-`may_be_led`: an attempt may be under way. `is_being_trained`: that, or its flow run may start another attempt.
+`may_be_led`: an attempt may be under way. `is_being_trained`: one may be under way, or its flow run may start another.
 """
 
 from collections.abc import Iterator
@@ -75,9 +75,9 @@ def impatient_client() -> Iterator[SyncPrefectClient]:
 
 
 def flow_run_above(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
-    """Return the flow run in whose process another one was called; None for one that nobody called. Two requests.
+    """Return the flow run in whose process `this` was called; None if no flow called it. Costs two requests.
 
-    One of a deployment has a process of its own, which goes on without the flow that has started it by `run_deployment`.
+    A flow run of a deployment has its own process, which keeps running without the flow that started it by `run_deployment`.
     """
     if this.parent_task_run_id is None or this.deployment_id is not None:
         return None
@@ -108,7 +108,7 @@ def is_cancellation(state: State[Any] | None) -> bool:
 def find_end_before_rerun(flow_run_id: str) -> str | None:
     """Return the id of the state in which a flow run ended last before a user ran it again; None if there is none.
 
-    Crashed is no such state: a worker or an automation that runs it again continues what was interrupted.
+    Crashed does not count: a worker or an automation that runs it again continues what was interrupted.
     """
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(flow_run_id))

@@ -41,8 +41,8 @@ def prune_checkpoints(
         policy: The retention policy; the newest and pinned checkpoints are kept in any case.
         in_use: Ids that are kept because a training restores from them.
         up_to: Checkpoints newer than this id are kept; None for no such limit.
-        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training: while the run is
-            trained, what its attempt restored and has not recorded yet is then kept in addition.
+        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training. Then, while the run
+            is trained, the checkpoint that its attempt restored and those that it has not recorded yet are kept in addition.
         dry_run: Only decide, and log the decision.
         memory: The manifests that earlier prunes have read.
         garbage: Whether to look for data that were never committed.
@@ -50,7 +50,7 @@ def prune_checkpoints(
     Raises:
         FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete; also halfway.
         StorageError: If something could not be deleted; the next prune tries again. Where the storage refuses every deletion,
-            the prune of a training completes, with a warning, and keeps what it was to delete as `REFUSED`.
+            the prune of a training completes, with a warning, and keeps the checkpoints to delete, for the reason `REFUSED`.
 
     """
     logger = get_run_logger()

@@ -1,4 +1,4 @@
-"""The log of the current run, also that of `prefect_torch.ckpt` as part of it: the UI shows no other loggers."""
+"""The log of the current run, with the records of `prefect_torch.ckpt` as part of it: the UI shows no other loggers."""
 
 import logging
 import threading
@@ -19,8 +19,8 @@ _LIBRARY = logging.getLogger("prefect_torch.ckpt")
 def get_run_logger() -> Logger:
     """Return the logger of the innermost task run or flow run.
 
-    Prefect's function of this name gives the lines of a flow that a task has called to that task, and the page of the flow's
-    own run lacks them.
+    Prefect's function of this name assigns the lines of a flow that was called by a task to that task, so that the page of the
+    flow run lacks them.
     """
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if task is not None and flow is not None and flow.flow_run is not None and flow.flow_run.id != task.task_run.flow_run_id:
@@ -32,7 +32,7 @@ def get_run_logger() -> Logger:
 def library_logs_in_run() -> Iterator[None]:
     """Copy the records of this thread about checkpoints, from INFO on, to the log of the current run.
 
-    Prefect's console shows them as that run's alone, since it would show the warnings among them twice.
+    Prefect's console shows only these copies, since it would show the warnings among the records twice.
     """
     handler = _ToRun(get_run_logger())
     consoles = [it for it in logging.getLogger().handlers if isinstance(it, PrefectConsoleHandler)]

@@ -36,8 +36,8 @@ from .watch import RANK_HEARTBEAT_S, RankWatch
 # start.
 ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 _POLL_S = 0.05
-# How long other ranks may take to announce their own exit before they are stopped: the first one known is often the one that
-# lost its connection to the rank that failed. Not if it was killed.
+# How long other ranks may take to announce their own exit before they are stopped: the first known exit is often that of a rank
+# that lost its connection to the failed one. The exit of a killed rank ends this wait.
 _SETTLE_S = 0.4
 _STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
 _LONGEST_STOP_S = 600.0
@@ -61,13 +61,14 @@ class Gang:
     Args:
         specs: The ranks.
         hang_timeout_s: The longest time without a report; None for unlimited.
-        machines: Their machines; empty for ranks on this one.
-        regrowth: Looks for room for more ranks; once there is, the next checkpoint is the last. None if nobody does.
-        logs: Where their lines go; None for all to Prefect.
+        machines: The machines of the ranks; empty for this one.
+        regrowth: Looks for room for more ranks; once it has found some, the next checkpoint is the last. None if the attempt
+            does not grow.
+        logs: Where the ranks' lines go; None for all to Prefect.
 
     Attributes:
         task_runs: The task run of each rank.
-        is_cut_short: Whether the ranks have returned before their work was done, to go on as more ranks.
+        is_cut_short: Whether the ranks have returned before their work was done, to continue with more ranks.
 
     """
 
@@ -91,17 +92,17 @@ class Gang:
         self._receiver: EventReceiver | None = None
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
-        self._has_news = threading.Event()  # that another one is done
+        self._has_news = threading.Event()  # set when another future is done
         self._stop_deadline_s: float | None = None  # from the first `stop` on
         try:
             self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
-        except BaseException as exc:  # those that run would wait for the others
+        except BaseException as exc:  # the started ranks would wait for the others
             self._stop.give(f"not every rank could be started: {exc!r}")
             raise
         started = zip(self._groups, self._futures, strict=True)
         self.task_runs = {rank: future.task_run_id for group, future in started for rank in group.ranks}
         for number, future in enumerate(self._futures):
-            # No method of the gang: it would be in a cycle with its futures, and its store serve until that is collected.
+            # Not a method: the gang and its futures would form a cycle, and the store would serve until that is collected.
             future.add_done_callback(partial(_record_finished, number, self._finished, self._has_news))
 
     def run(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> Any:
@@ -110,7 +111,7 @@ class Gang:
         Args:
             key_value: The store that the ranks share.
             recorder: Records the reports and commits, in this thread; None for ranks that must not report.
-            termination: Whether the flow run is being terminated. If so, the ranks are told to checkpoint within the grace.
+            termination: Whether the flow run is being terminated. If so, the ranks are asked to checkpoint within the grace.
 
         Raises:
             RankFailedError: The failure that caused the others.
@@ -134,7 +135,7 @@ class Gang:
         return self._result(problem, left, key_value)
 
     def _end(self, problem: RankFailedError | None, left: RankFailedError | None, recorder: Recorder | None) -> None:
-        """Return when no rank runs any longer."""
+        """Stop the ranks that still run, and return when all have exited."""
         if left is not None:
             self.stop(str(left))
         elif problem is not None:
@@ -150,15 +151,15 @@ class Gang:
 
         Args:
             problem: Why the ranks were stopped, or None.
-            left: Why they had to leave their machines, or None; their work may have been done by then.
-            key_value: The store that they share.
+            left: Why the ranks had to leave their machines, or None; their work may have been done by then.
+            key_value: The store that the ranks share.
 
         """
         outcomes = self._outcomes()
-        problem = None if self._has_completed() else problem  # as that of a hang while the last threads of ranks were awaited
+        problem = None if self._has_completed() else problem  # such as a hang while only the last threads of ranks ran
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if left is not None and (key_value.check(CUT_SHORT_KEY) or not self._has_completed()):
-            if failures:  # it may come from the machine's end, and comes again if it does not
+            if failures:  # the machine's end may be its cause; otherwise it occurs again
                 get_run_logger().warning("a rank failed meanwhile: %s", cause_first(failures)[0])
             raise left
         if failures:
@@ -172,7 +173,7 @@ class Gang:
         """Stop every rank that still runs, and return when all have exited: the next attempt needs the machine for itself.
 
         Raises:
-            RankFailedError: Final, if ranks are still there after ten minutes of SIGKILL; every 30 s, a warning names them.
+            RankFailedError: Of the kind "final", if ranks have not exited after ten minutes; every 30 s, a warning names them.
 
         """
         self._stop.give(reason)
@@ -190,23 +191,23 @@ class Gang:
             get_run_logger().warning("rank %s was killed and has not exited yet; no attempt starts before it has", alive)
 
     def _drain(self, key_value: KeyValue, recorder: Recorder | None, termination: Termination) -> None:
-        """Tell the ranks that termination is requested, and return when all have exited, or after the grace.
+        """Notify the ranks that termination is requested, and return when all have exited, or after the grace.
 
-        They exit after their first checkpoint from then on.
+        The ranks exit after their next checkpoint.
         """
         key_value.set(TERMINATION_KEY, b"")
         if termination.grace_left_s > 0:
             get_run_logger().warning(
                 "termination requested: the ranks end with their next checkpoint, or after %.0f s%s",
                 termination.grace_left_s,
-                "; press Ctrl-C again to end at once" if termination.is_by_keyboard else "",
+                "; press Ctrl-C again to end immediately" if termination.is_by_keyboard else "",
             )
         _wait_until(lambda: self._advance(recorder) or termination.grace_left_s == 0, math.inf)
 
     def _leave(
         self, machines: list[str], key_value: KeyValue, recorder: Recorder | None, termination: Termination
     ) -> RankFailedError:
-        """Return why the ranks are to stop whose machines are going to be taken away, after the grace for a last checkpoint."""
+        """Give the ranks the grace for a last checkpoint, and return why they stop: `machines` are going to be taken away."""
         message = f"machine {show_some(machines)} is being terminated (SIGTERM at its agent)"
         get_run_logger().warning("%s: ranks have %.0f s for a last checkpoint", message, termination.grace_left_s)
         key_value.set(TERMINATION_KEY, b"")
@@ -217,7 +218,7 @@ class Gang:
         return RankFailedError(message, None, "preemption")
 
     def _regrow(self, key_value: KeyValue) -> None:
-        """Let the next checkpoint be the last, if there is room for more ranks."""
+        """End the attempt with its next checkpoint if there is room for more ranks."""
         if self._regrowth is not None and self._regrowth.room and not self._is_regrowing:
             self._is_regrowing = True
             get_run_logger().info("the cluster has room for %d more: they begin with the next checkpoint", self._regrowth.room)
@@ -247,7 +248,7 @@ class Gang:
         if has_failure(key_value):
             return True
         for future in [self._futures[number] for number in tuple(self._finished)]:
-            future.wait()  # returns immediately, and keeps the state here
+            future.wait()  # returns immediately, and caches the state
             if not future.state.is_completed():
                 return True
         return False
@@ -256,7 +257,7 @@ class Gang:
         return any(isinstance(it, RankFailedError) and it.was_killed for it in self._outcomes().values())
 
     def _outcomes(self) -> dict[int, Any]:
-        """Return what the task runs that are done have returned or raised, by number."""
+        """Return the result or the exception of each finished task run, by its number."""
         return {number: self._futures[number].result(raise_on_failure=False) for number in tuple(self._finished)}
 
     def _running(self) -> list[RankGroup]:
@@ -277,7 +278,7 @@ def _record_finished(number: int, finished: set[int], has_news: threading.Event,
 def _submit(group: RankGroup, machines: Sequence[RemoteMachine], logs: RankLogs | None, stop: StopOrder) -> PrefectFuture[Any]:
     machine = machines[group.node] if machines else None
     first, *more = group.specs
-    # Of a tag that is limited, the attempt's task run has the slot that its ranks would wait for.
+    # Under a tag with a concurrency limit, the attempt's task run holds the slot that its ranks would wait for.
     with TagsContext(current_tags=set()):
         if more:
             return train_node.submit(group, machine, logs, stop)

@@ -33,14 +33,14 @@ _PREFIX = "prefect-torch-gpu-"
 _POLL_S = 1.0
 _REMIND_S = 600.0
 _LONGEST_OWNER = 500  # bytes
-_LONGEST_TAKING_S = 5.0  # which takes milliseconds, but whoever does it may be stopped
+_LONGEST_TAKING_S = 5.0  # taking GPUs needs milliseconds, but the process that does it may be stopped
 
 
 class GpusBusyError(RuntimeError):
     """Others use the GPUs that a training or an evaluation needs, and it waits for them no longer.
 
     Attributes:
-        in_use: How many are needed, and which are in use by whom.
+        in_use: How many GPUs are needed, and which are in use by whom.
 
     """
 
@@ -104,10 +104,10 @@ class GpuAllocation:
     The GPUs that this process sees are the pool. A training takes them anew for each attempt only if they were released.
 
     Args:
-        count: How many; 0 for ranks without a GPU.
-        wait_s: How long to wait for as many; None for unlimited.
+        count: The number of GPUs; 0 for ranks without a GPU.
+        wait_s: How long to wait until that many are free; None for unlimited.
         owner: The name shown to others that wait for them, such as the name of the flow run.
-        pool: The GPUs of this machine, where they are known.
+        pool: The GPUs of this machine; None to list them when they are needed.
 
     """
 
@@ -134,7 +134,7 @@ class GpuAllocation:
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
 
     def check(self) -> None:
-        """Raise ValueError unless this machine has as many GPUs, free or not."""
+        """Raise ValueError unless this machine has at least `count` GPUs, free or not."""
         pool = self._gpus()
         if len(pool) < self._count:
             is_sliced = any("MIG" in gpu.name for gpu in pool)
@@ -145,7 +145,7 @@ class GpuAllocation:
             )
 
     def take(self, raise_if_requested: Callable[[], None]) -> None:
-        """Return once the GPUs are taken, all of them or, while too few are free, none; no effect while they are taken.
+        """Wait until enough GPUs are free, then take all of them together; no effect if they are taken already.
 
         Args:
             raise_if_requested: Called once a second while this waits.
@@ -256,7 +256,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 def _lock_soon(lock: int) -> None:
-    """Lock what others hold for a moment.
+    """Lock a file that others hold only for a moment.
 
     Raises:
         BlockingIOError: If somebody holds it for seconds.

@@ -1,10 +1,10 @@
-"""The level of a line that a rank has printed, where a logger wrote it."""
+"""The level of a line that a rank has printed, if a logger wrote it."""
 
 import logging
 import re
 
-# Such as "WARNING:root:text", "2026-01-31 23:59:59,000 - name - ERROR - text", "[INFO] text"; and of torch and glog, behind a
-# rank if need be: "[rank0]:[W1122 20:41:00.123 file.cpp:1] text", "E1122 20:41:00.123 4711 file.py:1] text".
+# Such as "WARNING:root:text", "2026-01-31 23:59:59,000 - name - ERROR - text", "[INFO] text"; and of torch and glog, with
+# or without a rank before it: "[rank0]:[W1122 20:41:00.123 file.cpp:1] text", "E1122 20:41:00.123 4711 file.py:1] text".
 _NAMED = re.compile(
     r"^(?:\[[^]]*\]\s*){0,3}(?:\S*\d[\d:.,TZ+-]*\s+){0,3}(?:[-|:]\s+)?(?:[\w.]+\s+[-|:]\s+){0,2}"
     r"[\s\[(|:-]*(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b[\])]?[\s:|-]"
@@ -16,7 +16,7 @@ _BY_LETTER = {**{name[0]: level for name, level in LEVELS.items()}, "C": logging
 
 
 class LineLevels:
-    """Tells the levels of a rank's lines, one after the other."""
+    """Determines the levels of a rank's lines, one after the other."""
 
     def __init__(self) -> None:
         self._is_in_traceback = False

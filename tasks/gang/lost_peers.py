@@ -1,4 +1,4 @@
-"""What is said of a rank that lost its connection to another one."""
+"""The message of a rank that lost its connection to another rank."""
 
 import re
 import time
@@ -7,18 +7,18 @@ from prefect_torch.ckpt.reporting.exchange.exits import RankExit, read_exits
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 
 _POLL_S = 0.05
-# An exit with such an error is that of another rank that lost its connection, and not the cause.
+# A rank that exits with such an error lost its connection as well, and is not the cause.
 _OF_COMMUNICATION = re.compile(r"/gloo/|Connection closed by peer|Dist(Backend|Network|Store)?Error|NCCL")
 _LONGEST_S = 0.5  # the exit of the rank that caused it may be announced a moment later
 
 
 def describe_lost_connection(key_value: KeyValue, rank: int, error: str, longest_s: float = _LONGEST_S) -> str:
-    """Return which rank `rank` lost its connection to, by the exits that were announced; else the library's own error.
+    """Return which rank `rank` lost its connection to, according to the announced exits; `error` if none of them explains it.
 
     Args:
         key_value: The store that the ranks share.
         rank: The rank that lost its connection.
-        error: Its error, which names an address.
+        error: The error of that rank, which names an address.
         longest_s: For how long to wait for another rank's exit.
 
     """

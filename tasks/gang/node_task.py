@@ -40,7 +40,7 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
         stop: Whether they are to be stopped.
 
     Raises:
-        RankFailedError: That of the rank which failed first, as far as is known.
+        RankFailedError: The error of the rank that failed first, as far as that is known.
 
     """
     connected: Future[KeyValue] = Future()
@@ -52,7 +52,7 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
             log = RankLog(spec.rank, prefix=prefix) if logs is None else logs.of(spec, prefix)
             try:
                 return run_rank(spec, machine, stop, heartbeat, log)
-            except BaseException as exc:  # the others of the machine would wait for this one, and nobody would know
+            except BaseException as exc:  # the machine's other ranks would wait for this one, unnoticed
                 announce_exit(connected.result(), RankExit(spec.rank, None, "died", repr(exc)))
                 raise
 
@@ -66,7 +66,7 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
 
 
 def _combine(outcomes: Iterable[Any]) -> State[Any] | None:
-    """Return the state of the rank that failed first; that of one that was stopped if none did; None if all returned."""
+    """Return the state of the rank that failed first, else that of a stopped rank; None if all returned."""
     states = [outcome for outcome in outcomes if isinstance(outcome, State)]
     causes = cause_first(state.data for state in states if isinstance(state.data, BaseException))
     return next((state for state in states if causes and state.data is causes[0]), next(iter(states), None))

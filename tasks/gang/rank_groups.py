@@ -31,7 +31,7 @@ class RankGroup:
 
 
 def group_ranks(specs: Sequence[RankSpec]) -> list[RankGroup]:
-    """Return the groups of ranks that have a task run: each rank has one, or, of many ranks, each machine, and rank 0."""
+    """Return the groups of ranks that share a task run: each rank alone, or, of many ranks, rank 0 alone and each machine."""
     if len(specs) <= MOST_TASK_RUNS:
         return [RankGroup(range(rank, rank + 1), (spec,)) for rank, spec in enumerate(specs)]
     by_node: dict[int, list[RankSpec]] = defaultdict(list)

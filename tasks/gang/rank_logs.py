@@ -1,4 +1,4 @@
-"""Which lines of ranks go to Prefect, and all of them as files beside the run."""
+"""Choosing the lines of ranks that go to Prefect, and storing all lines as files beside the run."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ class RankLog:
         rank: Its number.
         level: The lowest level of the lines that go to Prefect.
         files: Where all lines are stored; None for nowhere.
-        prefix: What its lines begin with in Prefect.
+        prefix: The beginning of its lines in Prefect.
 
     """
 
@@ -49,7 +49,7 @@ class RankLog:
                 self._withheld.append((level, line))
 
     def write_all(self) -> None:
-        """Log every line in Prefect from now on, and the last ones that were not: the rank has failed, or hangs."""
+        """Log every line in Prefect from now on, and the last ones that were withheld: the rank has failed, or hangs."""
         withheld, self._level = list(self._withheld), logging.NOTSET
         self._withheld.clear()
         for level, line in withheld:

@@ -117,7 +117,7 @@ class Heartbeat:
         self._due_s = 0.0
 
     def __call__(self) -> None:
-        """Beat, if it is time."""
+        """Send a heartbeat if one is due."""
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + RANK_HEARTBEAT_S
@@ -145,7 +145,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
         stopped = _supervise(rank, stop, heartbeat, lambda: has_announced_failure(heartbeat.connected(), spec.rank), log)
     finally:
         result = rank.finish()
-    if stopped is not None and result.kind is not None:  # else it had returned, and had only threads to wait for
+    if stopped is not None and result.kind is not None:  # else its function had returned, and only threads were awaited
         return Cancelled(message=stopped)
     if result.kind is not None:
         if result.kind not in CONSEQUENCES:
@@ -167,8 +167,8 @@ def _supervise(
 ) -> str | None:
     """Log lines until the process has exited; return why it was stopped, or None if it exited by itself.
 
-    A rank that had announced its failure before, and is still on its way out, has exited by itself: it may be the cause. It has
-    time for that, since SIGTERM would take its error with it, and look like a preemption.
+    A rank that announced its failure before the order to stop, and has yet to exit, counts as exited by itself: it may be the
+    cause. It gets time to exit, since SIGTERM would discard its error, and look like a preemption.
     """
     reason: str | None = None
     is_stopping = False

@@ -1,4 +1,4 @@
-"""The start of a gang: rank 0 as the job of a training or an evaluation defines it, its copies, and the store of all."""
+"""The start of a gang: rank 0 as a job defines it, the other ranks as copies of it, and the store that all share."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,10 +90,10 @@ def start_gang(
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
 
     Args:
-        first_rank_at: Returns rank 0 as it connects to an address, and with the number of ranks on this machine.
+        first_rank_at: Returns rank 0 for the address of the store, as if all ranks were on this machine.
         hang_timeout_s: The longest time without a report; None for unlimited.
         lease: The machines of the ranks; None for this one.
-        regrowth: Looks for room for more ranks; None if nobody does.
+        regrowth: Looks for room for more ranks; None if the attempt does not grow.
         logs: Where the ranks' lines go; None for all to Prefect.
 
     """
@@ -103,7 +103,7 @@ def start_gang(
         gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
         return gang, rendezvous.serve()  # imports torch while the ranks do so
     finally:
-        rendezvous.close()  # without effect while it serves; else the ranks must not wait for it
+        rendezvous.close()  # no effect once it serves; otherwise, the ranks must not wait for it
 
 
 def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:

@@ -1,4 +1,4 @@
-"""The order to stop the ranks of a gang, which reaches the threads that supervise them without a look at any store."""
+"""The order to stop the ranks of a gang, which reaches the threads that supervise them without a request to a store."""
 
 import threading
 from collections.abc import Callable
@@ -8,8 +8,8 @@ class StopOrder:
     """Whether the ranks of a gang are to be stopped.
 
     Attributes:
-        reason: The reason; None while they are not. The first one counts.
-        wants_stack_traces: Whether they print their stack traces before.
+        reason: The first reason that was given; None while they are not to be stopped.
+        wants_stack_traces: Whether they print their stack traces before they are stopped.
 
     """
 
@@ -20,7 +20,7 @@ class StopOrder:
         self._wakes: list[Callable[[], None]] = []
 
     def give(self, reason: str, *, wants_stack_traces: bool = False) -> None:
-        """Order the ranks to stop, and wake those who wait for their output."""
+        """Order the ranks to stop, and wake the threads that wait for their output."""
         with self._giving:
             if self.reason is None:
                 self.wants_stack_traces, self.reason = wants_stack_traces, reason
@@ -29,7 +29,7 @@ class StopOrder:
             wake()
 
     def follow(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when the order is given; immediately if it was."""
+        """Have `wake` called when the order is given; immediately if it was given before."""
         with self._giving:
             self._wakes.append(wake)
             is_given = self.reason is not None

@@ -16,8 +16,8 @@ from prefect_torch.ckpt.storage.retry import retries_ended_by
 if TYPE_CHECKING:
     from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 
-# A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by what Prefect raises in a flow whose
-# concurrency lease is lost: a subclass of asyncio's error in a private module.
+# A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by the error that Prefect raises in a
+# flow whose concurrency lease is lost: a subclass of asyncio's error in a private module.
 TERMINATIONS = (TerminationSignal, KeyboardInterrupt, asyncio.CancelledError)
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 # After the grace: stopping ranks, one try of each write that is left, a request to Prefect.
@@ -56,11 +56,11 @@ _switch: ContextVar[TerminationSwitch | None] = ContextVar("termination_switch",
 
 
 class Interruption(TerminationSignal):
-    """Requests the termination of a flow run that goes on later.
+    """Requests the termination of a flow run that is to be resumed later.
 
     Attributes:
-        reason: Why, as it is recorded.
-        yields: Whether it goes on as soon as there is room for it again; else somebody resumes it.
+        reason: The reason that is recorded.
+        yields: Whether the flow run is resumed as soon as there is room for it again; otherwise it waits to be resumed.
 
     """
 
@@ -71,9 +71,9 @@ class Interruption(TerminationSignal):
 
 
 class CancelledInPrefect(asyncio.CancelledError):
-    """Requests the termination of a flow run that is cancelled, or below one that is, where nobody ends its process.
+    """Requests the termination of a flow run that is cancelled, or one above it, while nobody ends its process.
 
-    No TerminationSignal: Prefect's engine kills the process at the end of a flow that raises one, be it a notebook's.
+    Not a TerminationSignal: Prefect's engine kills the process at the end of a flow that raises one, even a notebook's.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Termination:
 
     @property
     def is_by_keyboard(self) -> bool:
-        """Whether Ctrl-C requested it, so that somebody is there to press it again."""
+        """Whether Ctrl-C requested it, so that a user can press it again."""
         return isinstance(self.cause, KeyboardInterrupt)
 
     @property
@@ -147,7 +147,7 @@ class Termination:
             yield
 
     def outlast(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; it runs in another thread, in this context, and an interruption of this thread spares it.
+        """Run `work` in another thread, in this context, and return its result; interrupting this thread does not interrupt it.
 
         A second Ctrl-C ends the grace. Work that is not done a while after the grace is abandoned.
 

@@ -18,7 +18,7 @@ from .sync import SyncConfig
 
 UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
-_RESOURCES = "a work pool's job variables tell what a flow run may use, which its ranks share"
+_RESOURCES = "a work pool's job variables determine what a flow run may use, which its ranks share"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 LogRanks = Literal["all", "rank0", "local0"]
@@ -33,7 +33,7 @@ class ScalingConfig(_Config):
         "trainer_resources": f"leave it out: {_RESOURCES}",
         "placement_strategy": "leave it out: each machine gets ranks as long as it has room",
         "elastic_resize_monitor_interval_s": "give regrow_after_s, with num_workers=(fewest, most)",
-        **dict.fromkeys(("use_tpu", "topology"), "GPUs alone are known here (use_gpu), no TPUs"),
+        **dict.fromkeys(("use_tpu", "topology"), "only GPUs are supported (use_gpu), no TPUs"),
         "torch_config": "give backend and timeout_s",
         "init_method": "leave it out: ranks meet at the flow's own store",
     }
@@ -41,8 +41,8 @@ class ScalingConfig(_Config):
     num_workers: Ranks = Field(
         default=1,
         title="Ranks",
-        description="How many processes train together; a list of two numbers for at least as many and at most as many, by "
-        "what there is room for when an attempt begins.",
+        description="How many processes train together; a list of two numbers for the fewest and the most, of which an attempt "
+        "has as many as there is room for when it begins.",
     )
     use_gpu: bool = Field(default=False, title="GPUs", description="Give each rank a GPU of its own.")
     backend: Backend | None = Field(
@@ -52,7 +52,7 @@ class ScalingConfig(_Config):
     )
     timeout_s: float | None = Field(
         default=None,
-        ge=0.001,  # of which torch counts milliseconds
+        ge=0.001,  # torch counts milliseconds
         le=1e9,
         title="Timeout (seconds)",
         description="How long a rank waits for the others in a collective, and when they form a group. torch's own limits when "
@@ -78,12 +78,12 @@ class ScalingConfig(_Config):
 
     @property
     def fewest_workers(self) -> int:
-        """With how many ranks an attempt can start."""
+        """The smallest number of ranks with which an attempt can start."""
         return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @property
     def most_workers(self) -> int:
-        """How many ranks an attempt has if there is room."""
+        """The number of ranks of an attempt if there is room for them."""
         return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
 
     @model_validator(mode="after")
@@ -216,7 +216,7 @@ class CheckpointConfig(_Config):
         default=None,
         ge=1,
         title="Keep every n steps",
-        description="Keep every checkpoint whose step is a multiple of this, for good. None for that reason when empty.",
+        description="Keep every checkpoint whose step is a multiple of this, for good. When empty, none is kept for its step.",
     )
     evaluation_timeout_s: float | None = Field(
         default=None,
@@ -295,15 +295,15 @@ class FailureConfig(_Config):
     max_preemptions: Budget = Field(
         default=-1,
         title="After preemptions",
-        description="Restarts after the flow's process was terminated or killed, or a rank's terminated (SIGTERM); killed "
-        "before the first checkpoint of an attempt, it counts as a lost process. "
+        description="Restarts after the flow's process was terminated or killed, or a rank's terminated (SIGTERM). If the "
+        "flow's was killed before the first checkpoint of an attempt, it counts as a lost process. "
         "-1: unlimited.",
     )
     retry_delay_s: list[Seconds] = Field(
         default=[],
         max_length=50,  # Prefect's own bound
         title="Delays (seconds)",
-        description="How long to wait before each restart; the last one holds for all that follow. None when empty.",
+        description="How long to wait before each restart; the last one holds for all that follow. No delay when empty.",
     )
     retry_jitter_factor: float | None = Field(
         default=None,

@@ -11,9 +11,9 @@ _MOST = 65_536  # each is described in memory before anything starts
 
 def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[int, int]:
     if not isinstance(value, (list, tuple)):
-        if isinstance(value, int) and value == 0:  # as of Ray's local mode
+        if isinstance(value, int) and value == 0:  # as in Ray's local mode
             raise PydanticCustomError(
-                "ranks", "Input should be greater than 0: each rank is a process, and there is no mode without"
+                "ranks", "Input should be greater than 0: each rank is a process, and there is no mode without processes"
             )
         one: int = check_one(value)
         return one

@@ -17,7 +17,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic.functional_validators import ModelWrapValidatorHandler  # of pydantic itself from 2.12 on only
+from pydantic.functional_validators import ModelWrapValidatorHandler  # in pydantic itself only from 2.12 on
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
 from typing_extensions import Self
@@ -36,7 +36,7 @@ def shown_as(title: str, description: str, **more: Any) -> Any:
 
 
 class _PlainParameter(inspect.Parameter):
-    """A parameter that is printed without what `Annotated` says of it; the annotation itself stays."""
+    """A parameter that is printed without the metadata of `Annotated`; the annotation itself stays."""
 
     def __str__(self) -> str:
         plain = get_type_hints(SimpleNamespace(__annotations__={self.name: self.annotation}))[self.name]
@@ -56,9 +56,8 @@ def none_if_empty(value: Any) -> Any:
     return None if value == "" else value
 
 
-# Names that are less alike are others: num_samples is no sampler.
 _ARGUMENTS = {"scaling", "run", "checkpoint", "failure", "search"}  # of the flows, by the names of their configs
-_CLOSE = 0.73
+_CLOSE = 0.73  # names that are less similar are not confused: num_samples is no sampler
 
 
 class WithoutNull:
@@ -75,13 +74,13 @@ def show_what_may_be_empty(schema: JsonSchemaValue) -> None:
         if field.get("default", field) is None:
             # Without a default, Prefect's API still accepts null.
             shown = {key: value for key, value in field.items() if key != "default"}
-            # A form fills in the defaults of a group within a group, and then demands what has none.
+            # A form fills in the defaults of a group within a group, and then demands the inputs that have none.
             is_group = any("$ref" in choice for choice in shown.get("anyOf", ()))
             schema["properties"][name] = _null_first(shown) if is_group else _without_null(shown)
 
 
 def _without_null(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """Return the schema of one value without null; of models, a form would demand the inputs, so null is the first choice."""
+    """Return the schema of one value without null; for a model, whose inputs a form would demand, null is the first choice."""
     values = _values(schema)
     if any("properties" in value for value in values):
         return _null_first(schema)
@@ -106,10 +105,10 @@ class FormModel(BaseModel):
     # What to write instead of fields that other frameworks' configs have.
     _instead_of: ClassVar[dict[str, str]] = {}
 
-    if not TYPE_CHECKING:  # which knows the signature by the fields
+    if not TYPE_CHECKING:  # a type checker knows the signature from the fields
 
         def __new__(cls, *unnamed: Any, **_: Any) -> Self:
-            """Return a new config, unless its fields have no names, as those of a dataclass need none."""
+            """Return a new config; raise TypeError for fields without names, which a dataclass would accept."""
             if unnamed:
                 given = ", ".join(f"{name}=…" for name, _ in zip(cls.model_fields, unnamed, strict=False))
                 raise TypeError(f"{cls.__name__} takes its fields by name only: {cls.__name__}({given})")
@@ -121,14 +120,14 @@ class FormModel(BaseModel):
         cls.__signature__ = plain_signature(inspect.signature(cls))
 
     def _warn_of_default(self, field: str, message: str) -> None:
-        """Warn, from a validator, of a default that is hardly meant; once, though a flow validates its arguments again."""
+        """Warn, from a validator, of a probably unintended default; once, though a flow validates its arguments again."""
         warnings.warn(message, stacklevel=4)
         self.model_fields_set.add(field)
 
     @model_validator(mode="before")
     @classmethod
     def _take_empty_texts(cls, values: Any) -> Any:
-        """Return the inputs without empty texts where None is the default: that is what a form shows as empty."""
+        """Return the inputs without empty texts where None is the default: a form gives "" for an empty input."""
         if not isinstance(values, dict):
             return values
         fields = cls.model_fields
@@ -137,7 +136,7 @@ class FormModel(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_known_inputs(cls, values: Any, handler: ModelWrapValidatorHandler[Any]) -> Any:
-        """Name in the error of an input that does not exist the one that may be meant, and the class of what is no config."""
+        """Add to the error of an unknown input the one that may be meant, or to that of a wrong object its class."""
         try:
             return handler(values)
         except ValidationError as exc:
@@ -161,7 +160,7 @@ class FormModel(BaseModel):
 
     @classmethod
     def _hint(cls, error: ErrorDetails, values: Any) -> str:
-        if error["type"] == "model_type" and not error["loc"]:  # Ray's configs have the names of these
+        if error["type"] == "model_type" and not error["loc"]:  # Ray's configs have the same names
             return f", not {show_class(values)}"
         name, *below = map(str, error["loc"] or ("",))
         if error["type"] != "extra_forbidden" or below:

@@ -19,7 +19,7 @@ class TorchSettings(PrefectBaseSettings):
         default=RetryPolicy().first_wait_s, ge=0, description="The longest first pause between two tries, in seconds."
     )
     storage_longest_wait_s: float = Field(
-        default=RetryPolicy().longest_wait_s, ge=0, description="What a pause between two tries grows to at most, in seconds."
+        default=RetryPolicy().longest_wait_s, ge=0, description="The longest pause between two tries, in seconds."
     )
 
     fork_ranks: bool = Field(

@@ -10,7 +10,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .run_form import FormModel
 
-_LATE = "metrics/ latest.json"  # of a run: what a killed node may lack of them, its next report brings
+_LATE = "metrics/ latest.json"  # of a run: if a killed node has not copied them, its next report does
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.
 _Function = SkipJsonSchema[
@@ -66,7 +66,7 @@ class SyncConfig(FormModel):
         return target.rstrip("/") or "/"
 
     def transport(self) -> Transport:
-        """Return it as every process of a training gets it."""
+        """Return the transport that every process of a training gets."""
         return Transport(_text(self.upload), _text(self.download), self.target, str(self.period_s), str(self.timeout_s), _LATE)
 
 

@@ -30,8 +30,8 @@ def prepare_model(
 
     With "fsdp2", each item of the outermost ModuleLists and Sequentials is sharded on its own, then the rest of the model, so
     that one item at a time is on the device as a whole. An item that shares a parameter with another module belongs to the
-    rest. A model in which `fully_shard` was called on any part is sharded in those parts and the rest only: do so where a loop
-    calls other methods of an item than its forward. A model on the meta device stays there: call its `to_empty` and then
+    rest. A model in which `fully_shard` was called on any part is sharded in those parts and the rest only: call it where a
+    loop calls methods of an item other than its forward. A model on the meta device stays there: call its `to_empty` and then
     initialize it or load a checkpoint.
 
     Args:
@@ -43,8 +43,8 @@ def prepare_model(
             model is sharded over all ranks.
 
     Raises:
-        ValueError: If the strategy is none of these, or a part of the model is sharded already: "ddp" takes none, "fsdp2" one
-            that is tensor parallel with a `mesh` of another dimension.
+        ValueError: If the strategy is none of these, or a part of the model is sharded already: "ddp" takes no such model,
+            "fsdp2" takes a tensor parallel one with a `mesh` of another dimension.
 
     """
     _check_strategy(parallel_strategy)

@@ -27,7 +27,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     Args:
         loader: The loader to wrap.
-        device: The device to move batches to; None for none.
+        device: The device to move batches to; None to leave them where they are.
 
     """
 

@@ -5,7 +5,7 @@ yielded to the training's loop. There are two kinds, because only data with a kn
 
 - ResumableDataLoader: the order is known, a position is a number that all ranks share, and it loads at any number of ranks.
 - OwnPositionDataLoader: wraps torchdata's StatefulDataLoader, or any loader with a state_dict: data without an order (an
-  IterableDataset), and a position for each rank, which loads at the same number of ranks. torchdata is no dependency.
+  IterableDataset), and a position for each rank, which loads at the same number of ranks. torchdata is not a dependency.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ class ResumableDataLoader(PreparedDataLoader):
     `drop_last` those samples are left out instead, and none is used twice.
 
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
-      no batch was left, or `set_epoch(epoch + 1)` was called since: that is for loops that leave every epoch early.
+      no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
@@ -42,7 +42,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
     Args:
         loader: A loader with a ResumableSampler, and batches of its items in order.
-        device: The device to move batches to; None for none.
+        device: The device to move batches to; None to leave them where they are.
 
     """
 
@@ -119,7 +119,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     Args:
         loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
-        device: The device to move batches to; None for none.
+        device: The device to move batches to; None to leave them where they are.
 
     """
 
@@ -170,7 +170,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
 def _count_once(loader: Any, restored: Any) -> None:
     """Correct the position of a loader of torchdata 0.11 that has read data without a state up to the `restored` position.
 
-    It begins with the stored number of batches and counts those that it skips again; the next resume would leave out as many.
+    Such a loader begins with the stored number of batches and counts those that it skips again; the next resume would skip as
+    many too many.
     """
     iterator: Any = getattr(loader, "_iterator", None)
     if not isinstance(restored, Mapping) or not hasattr(iterator, "_num_yielded"):
@@ -180,10 +181,10 @@ def _count_once(loader: Any, restored: Any) -> None:
         stored = restored.get("_num_yielded", iterator._num_yielded)  # noqa: SLF001 - torchdata gives no access to it
     else:
         stored = of_workers["_snapshot_step"] + restored["_steps_since_snapshot"]
-    if (twice := iterator._num_yielded - stored) > 0:  # noqa: SLF001 - as above
-        iterator._num_yielded -= twice  # noqa: SLF001 - as above
+    if (twice := iterator._num_yielded - stored) > 0:  # noqa: SLF001 - no access in torchdata
+        iterator._num_yielded -= twice  # noqa: SLF001 - no access in torchdata
         if of_workers is not None:
-            iterator._snapshot["_snapshot_step"] -= twice  # noqa: SLF001 - as above
+            iterator._snapshot["_snapshot_step"] -= twice  # noqa: SLF001 - no access in torchdata
 
 
 class _Iteration:

@@ -40,7 +40,7 @@ def reason_order_is_lost(loader: "DataLoader[Any]") -> str | None:
 
 
 def shuffles(loader: "DataLoader[Any]") -> bool:
-    """Return whether `loader` was made with shuffle=True, or with the sampler of that."""
+    """Return whether `loader` was made with shuffle=True, or with the sampler that this creates."""
     return _is_plain(loader.sampler, RandomSampler)
 
 

@@ -1,1 +1,1 @@
-"""The program of a rank; imports neither prefect nor the other wings of tasks."""
+"""The program of a rank; imports neither prefect nor the other subpackages of tasks."""

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
-# The latter three are consequences of what another rank did; its own failure says more.
+# The last three are consequences of another rank's failure, which says more.
 RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]
 
 
@@ -20,7 +20,7 @@ class RankFailedError(RuntimeError):
             again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
         traceback: The rank's own traceback, of the training function's frames; empty if its process died.
-        was_killed: Whether SIGKILL ended its process, which is the consequence of no other rank's failure.
+        was_killed: Whether SIGKILL ended its process, which another rank's failure does not cause.
 
     """
 
@@ -43,7 +43,7 @@ class RankFailedError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
         original = self.original
-        # With Dask in the process, exceptions of other types bring their causes along, by tblib: a circle without an end.
+        # With Dask in the process, tblib pickles exceptions of other types with their causes: an endless cycle.
         if original is not None and original.__cause__ is self and type(original) in copyreg.dispatch_table:
             original = copy.copy(original)
             original.__cause__ = original.__context__ = None

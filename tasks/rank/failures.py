@@ -90,9 +90,9 @@ def of_exception(
 
     Args:
         error: The exception.
-        in_function: Whether the user's function was running. Before it, what would be "user" is "infrastructure".
+        in_function: Whether the user's function was running. Before that, "user" becomes "infrastructure".
         oom_killed: Whether the kernel has killed a process for lack of memory meanwhile, such as a data loader's worker.
-        is_gpu_shared: Whether others hold memory of the GPU; what is lacking then says nothing about the function.
+        is_gpu_shared: Whether others hold memory of the GPU; a lack of memory then says nothing about the function.
 
     """
     kind = _of_error(error, oom_killed=oom_killed)
@@ -111,7 +111,7 @@ def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKin
     """
     if returncode == -signal.SIGTERM:
         return "preemption"
-    if returncode == 0:  # neither a kernel nor a crash leaves that, but code, which does it again
+    if returncode == 0:  # not from the kernel or a crash but from code, which would do it again
         return "user"
     return "out_of_memory" if oom_killed and returncode in (None, -signal.SIGKILL) else "infrastructure"
 

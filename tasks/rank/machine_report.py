@@ -29,11 +29,11 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - this very directory
 
 @dataclass(frozen=True, slots=True)
 class InspectionOrder:
-    """What a machine is asked to look at.
+    """The checks that a machine is asked to make.
 
     Attributes:
         leader: Where the leader listens, as it would for the store of the ranks.
-        storage: The storage of trainings; None for none.
+        storage: The storage of trainings; None if it is not checked.
         key: The key of an object that the leader has stored there.
         machines: Where the other machines listen, by their names.
 
@@ -72,7 +72,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _shared_memory() -> int | None:
-    """Return how many bytes are free there; None without it."""
+    """Return how many bytes are free in /dev/shm; None if it does not exist."""
     return shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else None  # noqa: PTH112 - a constant
 
 
@@ -86,19 +86,19 @@ def _reach(address: Address) -> str | None:
 
 
 def _unreached(machines: Mapping[str, Address]) -> dict[str, str]:
-    """Return why machines are out of reach, by the names of those that are."""
+    """Return why machines are out of reach, by their names; machines in reach are left out."""
     reasons = for_each(machines.values(), _reach, _MOST_AT_ONCE)
     return {name: reason for name, reason in zip(machines, reasons, strict=True) if reason is not None}
 
 
 def _look(order: InspectionOrder) -> str | None:
-    """Return why the leader's object cannot be read in the storage; None if it can, or none is asked for."""
+    """Return why the leader's object cannot be read in the storage; None if it can, or no storage is checked."""
     if order.storage is None:
         return None
     try:
         open_storage(order.storage).get_bytes(order.key)
     except FileNotFoundError:
-        return f"{order.storage.url} is another storage here: what the leader has just written is not in it"
+        return f"{order.storage.url} is another storage here: the object that the leader has just written is not in it"
     except Exception as exc:  # noqa: BLE001 - any error is reported
         return f"{type(exc).__name__}: {exc}"
     return None

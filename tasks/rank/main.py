@@ -60,14 +60,14 @@ def main() -> None:
         if result.kind is None:
             end_in_order(held.close)
             flush_output()
-    # Not sys.exit: after a failure, a collective or a thread of the user may hang; what is native may do so at any end.
+    # Not sys.exit: after a failure, a collective or a thread of the user may hang; native code may do so at any exit.
     os._exit(0 if result.kind is None else 1)
 
 
 def _write_utf8() -> None:
     """Let any text be printed, whatever the locale of this machine: the other end of the pipe reads UTF-8.
 
-    By a stream of its own: that of a fork server was made for another file, whose position it would ask for.
+    With a new stream: that of a fork server was made for another file, and would ask for its position.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -98,7 +98,7 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
         packed = _enter_paths(spec, held)
         # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
-        group_store = GroupStore.open(spec)  # before that, too: the module may read MASTER_PORT
+        group_store = GroupStore.open(spec)  # before the import, too: the module may read MASTER_PORT
         with _final(BaseException):  # the import of a module may raise anything
             function, config = unpack_function(packed)
         key_value = connect(spec.rendezvous, spec.timeout_s)
@@ -122,12 +122,12 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
 
 
 def _prepare(spec: RankSpec) -> None:
-    if logging.lastResort is not None:  # what no handler takes, such as the warnings of this package, says its level, too
+    if logging.lastResort is not None:  # records without a handler, such as the warnings of this package, show their level, too
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     os.environ.update(spec.environment())
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it likes
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it finds
     for name, value in default_threads(spec.local_world_size).items():
         os.environ.setdefault(name, value)
     if not spec.use_gpu:
@@ -135,7 +135,7 @@ def _prepare(spec: RankSpec) -> None:
 
 
 def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
-    """Take the working directory and the search path of the function, and return it as it is there."""
+    """Enter the working directory and the search path of the function, and return the function with its paths there."""
     function, is_elsewhere = spec.function, spec.master_host is not None
     if spec.working_dir is None:
         enter_paths(function, is_elsewhere=is_elsewhere)
@@ -164,14 +164,14 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
 
 
 def _download(spec: RankSpec, store: CheckpointStore) -> None:
-    """Bring what this rank restores from where another machine has uploaded it; nothing where all machines see one storage."""
+    """Download what this rank restores and another machine has uploaded; no effect if all machines see one storage."""
     download_missing(spec.storage, spec.run, [store.layout.run_info])
     if (ref := spec.restored) is not None:
         download_missing(ref.storage, ref.run, _keys_of(ref))
 
 
 def _keys_of(ref: CheckpointRef) -> Iterator[str]:
-    """Yield the keys of a checkpoint; its manifest may have 10^5 files, and is decoded only if they are asked for."""
+    """Yield the keys of a checkpoint; its manifest may have 10^5 files, and is decoded only if they are requested."""
     layout = Layout(ref.run)
     yield layout.manifest(ref.checkpoint_id)
     if ref.manifest is not None:

@@ -6,7 +6,7 @@ _LATER_LINES = "_prefect_torch_later_lines"
 
 
 class _StandIn(Exception):  # noqa: N818 - each has the name of the class that it stands for
-    """Stands for an exception whose class makes a text of several lines; in another process it is that exception."""
+    """Stands for an exception whose class makes a text of several lines; unpickled, it is that exception."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error).partition("\n")[0])

@@ -1,4 +1,4 @@
-"""The result of a rank on another machine as JSON: what comes over a network is not unpickled."""
+"""The result of a rank on another machine as JSON: data from a network is not unpickled."""
 
 import builtins
 import json
@@ -16,8 +16,8 @@ from .spec import RankResult
 def encode_result(result: RankResult) -> bytes:
     """Return `result` as JSON, in the process of the rank.
 
-    What JSON cannot hold of a return value is left out, and an exception that is none of Python's own; others are described by
-    arguments that JSON can hold. The error and the traceback are texts in any case.
+    Parts of a return value that JSON cannot hold are left out, and an exception whose class is not one of Python's own; others
+    are described by their arguments, if JSON can hold them. The error and the traceback are texts in any case.
     """
     fields: dict[str, Any] = {"kind": result.kind, "error": result.error, "traceback": result.traceback}
     if result.return_value is not None:
@@ -32,7 +32,7 @@ def decode_result(encoded: bytes) -> RankResult:
     """Return what `encode_result` was given, as far as JSON can hold it.
 
     Raises:
-        ValueError: If it is not from there.
+        ValueError: If `encoded` is not from `encode_result`.
 
     """
     fields = json.loads(encoded)
@@ -67,7 +67,7 @@ def _tell(text: str) -> None:
 
 
 def encode_value(value: Any) -> str | None:
-    """Return a function's return value as strict JSON; None where JSON cannot hold it, or only empty.
+    """Return a function's return value as strict JSON; None if JSON cannot hold it, or no item of it.
 
     Of a dict, the items that JSON cannot hold are left out. NumPy's scalars and 0-d tensors are numbers.
     """

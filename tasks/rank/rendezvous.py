@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
-CUT_SHORT_KEY = "cut short"  # rank 0's function was told to end, or was ended by its report, for the sake of TERMINATION_KEY
+CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended by its report, because of TERMINATION_KEY
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 _WAIT_TIMEOUT = timedelta(minutes=30)
 _FIRST_POLL_S = 0.0002
@@ -34,7 +34,7 @@ class Address:
 
 
 class Rendezvous:
-    """The leader's end: listens immediately, on a port of its own, and answers once `serve` is called.
+    """The leader's end: listens immediately, on a free port, and answers once `serve` is called.
 
     The kernel queues ranks that connect earlier, so they can start while this process imports torch.
     """
@@ -72,7 +72,7 @@ def connect(address: Address, timeout_s: float | None = None) -> "TcpKeyValue":
     Args:
         address: The address of the rendezvous.
         timeout_s: How long process groups wait in its store for each other's keys, such as NCCL for the id that rank 0 makes:
-            longer than the slowest import of a training function differs from the fastest. Half an hour if None.
+            longer than the difference between the slowest and the fastest import of a training function. Half an hour if None.
 
     Raises:
         torch.distributed.DistNetworkError: If no rendezvous listens there.
@@ -84,7 +84,7 @@ def connect(address: Address, timeout_s: float | None = None) -> "TcpKeyValue":
 
 
 def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
-    """Return the value of a key that another rank sets soon; looks more often than one `get` of that length.
+    """Return the value of a key that another rank sets soon; polls more often than one `get` of that length.
 
     Raises:
         TimeoutError: If it is not set within `longest_s`.
@@ -100,7 +100,7 @@ def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
 
 
 class TcpKeyValue:
-    """A TCPStore as the KeyValue that `prefect_torch.ckpt` speaks; its keys have a prefix that those of process groups lack.
+    """A TCPStore as the KeyValue that `prefect_torch.ckpt` uses; its keys have a prefix that those of process groups lack.
 
     A value of more than 4 MiB, such as the names of 10^5 files, is stored in parts under keys of their own.
     """
@@ -150,7 +150,7 @@ class TcpKeyValue:
             self.store.delete_key(_name(key))
 
     def _in_parts(self, key: str, value: bytes) -> bytes:
-        """Return `value`, or, once its parts are stored, what tells of them: the server hears one connection in order."""
+        """Return `value`, or store its parts and return a marker of them: the server handles one connection in order."""
         self._forget_parts(key)
         if len(value) <= _MOST_BYTES and not value.startswith(_IN_PARTS):
             return value

@@ -1,4 +1,4 @@
-"""What the process of a rank is given and what it returns; plain data that pickles."""
+"""The input and the result of a rank's process; plain data that pickles."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from .errors import RankFailureKind
 from .rendezvous import Address
 
 MOST_TASK_RUNS = 64  # ranks of which each has a task run
-MOST_SENDERS = 256  # ranks of which each sends its own messages: fewer agree as quickly so (tests/benchmarks/agreement.py)
+MOST_SENDERS = 256  # ranks of which each sends its own messages: up to here, that is as quick (tests/benchmarks/agreement.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class RankSpec:
         master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
             where that is the rendezvous.
         node_name: The name of its machine in messages; None on one machine.
-        working_dir: The directory that it runs in a copy of; None for that of the flow's process.
+        working_dir: The directory in whose copy it runs; None for that of the flow's process.
 
     """
 
@@ -103,7 +103,7 @@ class RankSpec:
             "ROLE_WORLD_SIZE": str(self.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt - 1),
             "MASTER_ADDR": self.master_host or self.rendezvous.host,
-            "MASTER_PORT": str(self.rendezvous.port),  # of rank 0's own store: once that listens
+            "MASTER_PORT": str(self.rendezvous.port),  # replaced once rank 0's own store listens
             # The store is served already, so rank 0 must not try to (torch.distributed.rendezvous).
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
@@ -117,7 +117,7 @@ class RankResult:
         return_value: What its function returned, pickled; None if it failed, or if the value cannot be pickled.
         kind: How it failed; None if it did not.
         error: The error in one line.
-        traceback: Of the error, in the rank.
+        traceback: The traceback of the error, in the rank.
         exception: The exception, pickled; None where it cannot be.
         was_killed: Whether SIGKILL ended its process.
 

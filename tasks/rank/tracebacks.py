@@ -48,7 +48,7 @@ def is_defect(error: BaseException) -> bool:
 def user_traceback(error: BaseException, *, with_cause: bool = True) -> str:
     """Return the traceback of `error` without the frames of this package, of Prefect, of torch's wrappers and of imports.
 
-    What an error of this package was caused by, in the libraries that it calls, is left out: its message says what to do. If no
+    The cause of an error of this package, in a library that it calls, is left out: the error's message says what to do. If no
     frame is left, the result is the last line of a traceback alone. A defect of this package has its whole traceback.
 
     Args:

@@ -1,4 +1,4 @@
-"""The backoff of what is repeated during a training: published pages, prunes, calls of an API that is away."""
+"""The backoff of repeated actions during a training: publishing pages, prunes, calls of an unavailable API."""
 
 import time
 from collections.abc import Callable

@@ -12,7 +12,7 @@ from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """The training that `train_workers` leads: what the user configured, and what was found from it.
+    """The training that `train_workers` leads: the user's configuration, and values derived from it.
 
     Attributes:
         function: The function that every rank runs.

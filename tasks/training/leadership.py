@@ -1,4 +1,4 @@
-"""Who leads a run, a training or a sweep: one flow run at a time, which records how its attempt ended."""
+"""The leadership of a run, a training or a sweep: one flow run leads at a time, and records how its attempt ended."""
 
 from collections.abc import Callable
 
@@ -88,8 +88,8 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
     remedy = "wait for it, cancel it, choose another name, or give takeover=True"
     if owner.flow_run_id is not None and is_unknown(owner.flow_run_id):
         remedy = (
-            "Prefect's API knows no such flow run, so it was deleted, or is another server's: end that process if it still "
-            "runs, then give takeover=True, or choose another name"
+            "Prefect's API does not know this flow run, so it was deleted, or is another server's: end that process if it "
+            "still runs, then give takeover=True, or choose another name"
         )
     raise RunBusyError(
         f"{led} by flow run {owner.flow_run_id} (process {owner.pid} on {owner.machine}, attempt {previous.number}, since "

@@ -22,12 +22,12 @@ from prefect_torch.tasks.liveness import impatient_client
 from prefect_torch.tasks.run_logs import get_run_logger
 
 _PAGE = 200
-_OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may have "rank" in it, and is in its task run's
+_OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may contain "rank", and is in its task run's name
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 
 
 def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
-    """End the task runs of ranks that the killed leader of an attempt could not end; no effect while the API is away.
+    """End the task runs of ranks that the killed leader of an attempt could not end; no effect while the API is unavailable.
 
     Args:
         previous: The attempt, whose leader is known to be gone, unless it is this process.
@@ -51,7 +51,7 @@ def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
         flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
         task_run_filter=TaskRunFilter(
             name=TaskRunFilterName(like_="rank"),
-            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # the oldest prefect gives no default
+            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # no default in the oldest prefect
         ),
         limit=_PAGE,
         offset=num_seen,

@@ -63,7 +63,7 @@ class RunRecorder:
         self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
         for record in lost:
             self._history.append(record)
-        # For decisions alone, and of a run that goes on: else it costs reads of the whole history for nothing.
+        # Only for the decisions of a resumed run; for any other run, reading the whole history would be useless.
         before = [] if job.decisions is None or restored is None else [*read_history(store), *lost]
         self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
@@ -126,7 +126,7 @@ class RunRecorder:
         self._retention.finish(self._history.recorded)
 
     def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
-        if self._index.repair(listed):  # again after what was submitted meanwhile, which must not wait for minutes
+        if self._index.repair(listed):  # the rest after the writes submitted meanwhile, which must not wait for minutes
             self._write(partial(self._repair_index, listed), "the index of manifests")
 
     def _write(self, write: Callable[[], None], what: str) -> "Future[None]":

@@ -13,7 +13,7 @@ from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
 
-_MOST_RETRIES = 1_000_000  # for Prefect, which knows no "unlimited"
+_MOST_RETRIES = 1_000_000  # for Prefect, which does not support "unlimited"
 _DESCRIPTIONS: dict[FailureKind, str] = {
     "user": "failed by exceptions of its function",
     "infrastructure": "lost its processes, its storage or its network",
@@ -78,7 +78,7 @@ class Restarts:
     def refuse_if_used_up(self, store: CheckpointStore) -> None:
         """Raise before an attempt if a budget is used up: the process of the last attempt may have died before it could decide.
 
-        Costs nothing unless the flow run has run before, else small reads of the run's attempts and outcomes, once.
+        Costs nothing unless the flow run has run before; then, once, small reads of the run's attempts and outcomes.
 
         Raises:
             RestartsUsedUpError: If a budget is used up.
@@ -106,7 +106,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     """Yield the kinds of failure of the attempts of the flow run's earlier processes.
 
     An attempt without an outcome was killed for an unknown reason: it counts as a preemption if it had committed a checkpoint,
-    and as infrastructure otherwise, or a flow that is killed each time for lack of memory would be restarted without limit.
+    and as infrastructure otherwise. Else a flow that is killed each time for lack of memory would be restarted without limit.
     """
     kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
     attempts = list(list_attempts(store))
@@ -116,7 +116,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     for attempt in earlier:
         if attempt.number not in kinds:
             yield "preemption" if attempt.number in committed else "infrastructure"
-        elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or a newer version knows more kinds
+        elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or its kind is of a newer version
             yield kind
 
 

@@ -20,7 +20,7 @@ from .observers import CheckpointsPruned, Observers
 
 _LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile is deleted in the next attempt
 _GARBAGE_EVERY_S = 600.0  # a search lists all files of all checkpoints
-_LARGE_BYTES = 1 << 30  # so much is deleted without a pause
+_LARGE_BYTES = 1 << 30  # once so much was committed, a prune is due without a pause
 
 
 class RetentionSchedule:
@@ -82,8 +82,8 @@ class RetentionSchedule:
         """Submit a prune if one is due, there is a checkpoint to delete, and none is running; returns immediately.
 
         Args:
-            recorded: The newest checkpoint whose report is in the metric history; of a newer one, the manifest alone would
-                hold the report after a crash, so it is kept for now.
+            recorded: The newest checkpoint whose report is in the metric history. Newer ones are kept for now: after a crash,
+                their reports would be in their manifests alone.
 
         """
         self._prune(recorded, is_due=self._backoff.wait_s() == 0 or self._bytes_since_prune >= _LARGE_BYTES)
@@ -100,7 +100,7 @@ class RetentionSchedule:
             self._done = False
             self._backoff.record()
             self._bytes_since_prune = 0
-            with TagsContext(current_tags=set()):  # with a tag that is limited, it would wait for the attempt to end
+            with TagsContext(current_tags=set()):  # under a tag with a concurrency limit, it would wait for the attempt
                 self._running = prune_checkpoints.submit(
                     self._job.storage,
                     self._job.run,
@@ -156,7 +156,7 @@ class RetentionSchedule:
         self._running = None
         decided = prune.result(raise_on_failure=False)
         if not isinstance(decided, BaseException):
-            self._is_refused = any(REFUSED in why for why in decided.keep.values())  # of each prune, some objects would stay
+            self._is_refused = any(REFUSED in why for why in decided.keep.values())  # each further prune would leave objects
             self._observers.notify(CheckpointsPruned(decided))
             dropped = {manifest.id for manifest in decided.drop}
             self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in dropped]

@@ -1,4 +1,4 @@
-"""The pin of another run's checkpoint that a training starts from, until it has one of its own."""
+"""The pin of another run's checkpoint that a training starts from, until the training has its own checkpoint."""
 
 import shlex
 
@@ -12,7 +12,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 class SourcePin:
     """The pin of a checkpoint that a run starts from.
 
-    All attempts of a run set and remove the same pin, so a later one removes that of one that was killed.
+    All attempts of a run set and remove the same pin, so a later attempt removes the pin of one that was killed.
 
     Args:
         source: The checkpoint.
@@ -48,7 +48,7 @@ class SourcePin:
         self._may_exist = False
         try:
             self._store.unpin(self._source.checkpoint_id, self._token)
-        except PermissionError:  # then it was not set
+        except PermissionError:  # without the permission, no pin was set
             return
         except (OSError, StorageError, NotImplementedError) as exc:
             source = self._source

@@ -32,7 +32,7 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
         ValueError: If the run is a sweep.
         RestartsUsedUpError: If the flow run was started again though a budget was used up.
-        OSError: If the storage is refused, or its directory cannot be made.
+        OSError: If access to the storage is denied, or its directory cannot be created.
 
     """
     with unusable_storage_explained(job.run_config.storage, store.storage.url):
@@ -74,7 +74,7 @@ class Start:
         path: Its path or URL.
         own: Its manifest if it is a checkpoint of this run, else None.
         node_copy: The bytes that were read to verify it, to be released once the ranks have restored it.
-        source_pin: Keeps the checkpoint of another run, to be removed once this run has one of its own; None if there is none.
+        source_pin: Keeps the checkpoint of another run, to be removed once this run has its own; None if nothing is pinned.
 
     """
 
@@ -90,7 +90,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
 
     To be called after the claim, so that no commit of an overtaken process is missed. Reads the manifest once, and every byte
     of a checkpoint in a bucket once for all ranks of this node. A checkpoint of another run is pinned first, since that run's
-    prunes do not know who starts from it; a sweep has pinned those of its trials.
+    prunes do not know that it is in use; a sweep has pinned the checkpoints that its trials start from.
 
     Raises:
         CheckpointNotFoundError: If the job must resume and there is nothing to resume from.
@@ -175,7 +175,7 @@ def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, p
         assert checkpoint.store is not None
         node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)
     except CheckpointCorruptError:
-        if pin is not None:  # no later attempt can start from it, or would remove it
+        if pin is not None:  # no later attempt can start from it and remove the pin
             pin.remove()
         raise
     return checkpoint
@@ -183,7 +183,7 @@ def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, p
 
 @contextmanager
 def missing_run_named(initial: CheckpointRef) -> Iterator[None]:
-    """Say that the run does not exist where that is why its checkpoint was not found: its name, or the storage, is wrong."""
+    """Raise that the run does not exist if its checkpoint was not found for that reason: its name or the storage is wrong."""
     try:
         yield
     except CheckpointNotFoundError as exc:

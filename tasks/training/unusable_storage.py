@@ -1,4 +1,4 @@
-"""What to do about a storage in which nothing can be made."""
+"""Advice for a storage in which nothing can be created."""
 
 import errno
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ _UNUSABLE = (PermissionError, FileNotFoundError, NotADirectoryError)
 
 @contextmanager
 def unusable_storage_explained(given: object, url: str) -> Iterator[None]:
-    """Add to an operating system's error what tells the cause.
+    """Add to an operating system's error the command that shows the cause.
 
     Args:
         given: The storage as the user gave it.
         url: Its path or URL.
 
     Raises:
-        OSError: Of the body's type, with the command to try.
+        OSError: The body's error, of the same type, with that command.
 
     """
     try:

@@ -57,7 +57,7 @@ def train_workers(
     gpus: GpuAllocation | None = None,
     machines: Machines | None = None,
 ) -> Any:
-    """Run one attempt of all ranks to its end, and those that regrow from it, and return rank 0's return value.
+    """Run one attempt, and the attempts that continue it with more ranks, and return rank 0's return value.
 
     A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
     it ends. When termination is requested, the ranks have the grace for a last checkpoint, and `termination.outcome` is set.
@@ -66,12 +66,12 @@ def train_workers(
         job: The training.
         observers: They are notified of every event of the attempt.
         termination: Whether the flow run is being terminated.
-        restarts: The failures of this flow run before.
-        gpus: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they have none here.
-        machines: The machines of the ranks, lent for each attempt; None for this one.
+        restarts: The failures of this flow run, and their budgets.
+        gpus: The GPUs of the ranks, which stay taken between the attempts of a flow run; None if they use none of this machine.
+        machines: The machines of the ranks, leased for each attempt; None for this machine.
 
     Raises:
-        Exception: What the failing rank's function raised, from the RankFailedError with its traceback.
+        Exception: The exception of the failing rank's function, raised from the RankFailedError that has its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
         CheckpointError: If the attempt could not begin.
         GpusBusyError: If others use the GPUs that the ranks need, longer than the job waits for them.
@@ -149,7 +149,7 @@ class _Leader:
         return value
 
     def _judge(self, failure: Exception) -> None:
-        """Count a rank that was ended by SIGTERM as lost if the attempt has committed nothing: it may happen for ever."""
+        """Count a rank that was ended by SIGTERM as lost if the attempt has committed nothing: it may recur forever."""
         if self._recorder is not None and self._recorder.has_committed:
             return
         if isinstance(failure, RankFailedError) and failure.kind == "preemption" and failure.rank is not None:
@@ -171,7 +171,7 @@ class _Leader:
             start = choose_start(self._store, self._job, claimed, self._observers)
         self._observers.notify(AttemptStarted(claimed, start.path))
         try:
-            # Without it, Prefect marks the task runs of ranks and prunes as rolled back as soon as this one fails.
+            # Without this transaction, Prefect marks the task runs of ranks and prunes as rolled back once this one fails.
             with transaction(commit_mode=CommitMode.EAGER), self._look_for_more(lease) as regrowth:
                 return self._run_ranks(claimed.number, start, lease, regrowth)
         finally:
@@ -250,13 +250,13 @@ class _Leader:
 
 
 def _with_traceback(error: RankFailedError) -> str:
-    """Return which rank failed, and why, before what is safe: its traceback, which ends with the message, or the message."""
+    """Return which rank failed, and why, to precede `_safe_work`: its traceback, which ends with the message, or that alone."""
     which, _, _ = str(error).partition(": ")
     return f"{which}:\n{error.traceback.rstrip()}\n" if error.traceback else f"{error}; "
 
 
 def _terminated_by(termination: Termination, grace_s: float) -> str:
-    """Return what requested the termination. Prefect ends a flow at its timeout by the error with which all else cancels it."""
+    """Return what requested the termination. Prefect ends a flow at its timeout by the same error as at any cancellation."""
     cause = termination.cause
     if termination.is_by_keyboard:
         return "Ctrl-C"
@@ -298,7 +298,7 @@ def _first_rank(
 
 
 def _recorded_value(value: Any) -> Any:
-    """Return what an outcome records of a return value, which is no place for models; of a large dict, the small items."""
+    """Return the part of a return value that an outcome records: no models, and of a large dict only the small items."""
     encoded = encode_value(value)
     if encoded is None:
         return None
@@ -309,7 +309,7 @@ def _recorded_value(value: Any) -> Any:
 
 
 def _small_items(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the smallest items of a dict that are up to 1 MiB together: a score stays beside a long curve."""
+    """Return the smallest items of a dict that are up to 1 MiB together: a score is kept beside a long curve."""
     sizes = {name: len(json.dumps({name: item})) for name, item in value.items()}
     kept, total = set(), 0
     for name in sorted(value, key=lambda name: sizes[name]):

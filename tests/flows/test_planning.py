@@ -89,7 +89,7 @@ def test_nobody_is_told_to_cancel_a_flow_run_that_was_deleted(store):
     claim_attempt(store, Owner.current(str(uuid.uuid4())), world_size=1)
     status, text = line(planned(store), "start")
     assert status == "wrong"
-    assert "Prefect's API knows no such flow run" in text
+    assert "Prefect's API does not know this flow run" in text
     assert f"(process {os.getpid()} on" in text
     assert "cancel it" not in text
 

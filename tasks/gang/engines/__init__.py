@@ -1,1 +1,1 @@
-"""The clusters of a user's choice: each lends machines to a training, by starting one node agent on each."""
+"""The clusters that a user chooses from: each lends machines to a training by starting one node agent per machine."""

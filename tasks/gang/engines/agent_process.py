@@ -1,4 +1,4 @@
-"""Starts a node agent from the worker process of another system, with which it dies."""
+"""Starts a node agent from the worker process of another system; the agent dies with the worker."""
 
 import ctypes
 import os
@@ -13,13 +13,13 @@ _LAST_BYTES = 2000
 
 
 def run_agent(arguments: Sequence[str], key: str, environment: Mapping[str, str]) -> str:
-    """Run an agent to its end, and return the end of what it wrote.
+    """Run an agent until it exits, and return the last part of its output.
 
-    It is killed with the thread that calls this, however that ends; its ranks then end with it.
+    The agent is killed when the calling thread ends for any reason, and its ranks end with it.
 
     Args:
-        arguments: Those of the agent.
-        key: Its key.
+        arguments: The arguments of the agent.
+        key: The secret of the agent.
         environment: Variables in addition to those of this process.
 
     """
@@ -30,7 +30,7 @@ def run_agent(arguments: Sequence[str], key: str, environment: Mapping[str, str]
         stderr=subprocess.STDOUT,
         env={**os.environ, **environment},
         preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - it calls one function of libc
-        start_new_session=True,  # a Ctrl-C at the terminal of a worker that somebody started by hand is not for it
+        start_new_session=True,  # Ctrl-C at the terminal of a worker that was started by hand must not reach it
     )
     written, _ = agent.communicate(f"{key}\n".encode())
     return written[-_LAST_BYTES:].decode(errors="replace").strip()

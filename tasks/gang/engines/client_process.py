@@ -1,6 +1,6 @@
-"""The connection to an engine that has a client of its own, in a process beside the flow's.
+"""The connection to an engine that needs a client library, in a process separate from the flow's.
 
-No thread of the client is in the flow's process, and the end of this process, or of the flow, releases the machines.
+The client's threads stay out of the flow's process, and the machines are released when this process or the flow ends.
 """
 
 import json
@@ -21,7 +21,7 @@ def run_client_process(agents: Agents, module: str, cluster: str, order: Mapping
         agents: The leader's side of the agents.
         module: The program, a module beside this one.
         cluster: The name of the cluster in messages.
-        order: What the program needs to know, as JSON; the agents' arguments are added.
+        order: The input of the program, as JSON; the agents' arguments are added.
 
     """
     package = __name__.rpartition(".")[0]
@@ -35,7 +35,7 @@ def read_order() -> tuple[dict[str, Any], str]:
 
 
 def import_client(module: str, name: str, extra: str) -> Any:
-    """Return a client's module, whose types are incomplete; exit with what to install where it is missing."""
+    """Return a client's module, whose types are incomplete; exit with an install hint if it is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError:
@@ -43,7 +43,7 @@ def import_client(module: str, name: str, extra: str) -> Any:
 
 
 def check_client(module: str, name: str, extra: str) -> None:
-    """Refuse a training whose flow lacks a client: to ask the cluster again would not bring it.
+    """Raise if the flow's environment lacks a client: asking the cluster again would not help.
 
     Raises:
         ImportError: If the module is not installed.
@@ -54,12 +54,12 @@ def check_client(module: str, name: str, extra: str) -> None:
 
 
 def _missing(name: str, extra: str) -> str:
-    """Return what to install where a client is missing."""
+    """Return the install hint for a missing client."""
     return f"{name} is not installed: pip install 'prefect-torch[{extra}]'"
 
 
 def say(*words: object) -> None:
-    """Write a line, which the leader shows if the agents do not come."""
+    """Write a line, which the leader shows if the agents do not connect."""
     print(*words, flush=True)  # noqa: T201 - the leader reads it
 
 

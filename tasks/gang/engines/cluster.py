@@ -1,4 +1,4 @@
-"""What a cluster is to a training: something that starts node agents on its machines, and lets the machines go again."""
+"""The interface of a cluster to a training: it starts node agents on its machines, and releases the machines afterwards."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,12 +14,12 @@ class MachineRequest:
     """The ranks of one attempt that need machines.
 
     Attributes:
-        fewest: With how many ranks the attempt can start.
-        most: How many ranks it has if there is room.
+        fewest: The smallest number of ranks with which the attempt can start.
+        most: The number of ranks that it has if the machines suffice.
         use_gpu: Whether each rank needs a GPU.
         avoid: The names of machines that must not be lent: they were lost some minutes ago, or are in use.
-        in_use: Those of `avoid` that the training has already, and asks for more: a cluster that counts what is left on a
-            machine may lend that.
+        in_use: The machines of `avoid` that the training already uses; a cluster that tracks free resources may lend the rest
+            of them.
 
     """
 
@@ -30,9 +30,9 @@ class MachineRequest:
     in_use: frozenset[str] = frozenset()
 
     def slots_of_each(self, num_machines: int, given: int | None) -> int | None:
-        """Return for how many ranks each of so many machines has room: `given`, or an even share of all ranks.
+        """Return the number of ranks that each of `num_machines` machines takes: `given`, or an even share of all ranks.
 
-        None where ranks have GPUs: each agent counts those of its machine.
+        If ranks have GPUs and `given` is None, return None: each agent counts the GPUs of its machine.
         """
         if given is not None or self.use_gpu:
             return given
@@ -40,12 +40,12 @@ class MachineRequest:
 
 
 class Agents(Protocol):
-    """The leader's side of the agents that a cluster starts: what to run, and what is to be expected.
+    """The leader's side of the agents that a cluster starts: their commands, and which agents to expect.
 
     Attributes:
         address: "HOST:PORT", where the leader waits for the agents.
-        key: The secret that agents need, of this attempt alone: for their stdin, or for the variable
-            PREFECT_TORCH_AGENT_KEY; never for a command line, which every user of a machine can read.
+        key: The secret of the agents of this attempt. Pass it on stdin or in the variable PREFECT_TORCH_AGENT_KEY, never on a
+            command line, which every user of a machine can read.
 
     """
 
@@ -57,17 +57,17 @@ class Agents(Protocol):
 
         Args:
             name: The machine's name in messages, and in `MachineRequest.avoid`; its host name if None.
-            slots: How many ranks it has room for; None for as many as it has GPUs, or one without.
+            slots: The most ranks that the machine takes; None for the number of its GPUs, or 1 without GPUs.
 
         """
         ...
 
     def run(self, command: str, names: list[str]) -> None:
-        """Run a shell command on this machine that brings one agent for each of `names`; its stdin is the key.
+        """Run a shell command on this machine that starts one agent for each of `names`; its stdin is the key.
 
         It is killed, with all its descendants, when the machines are released or this process is gone. If it exits before its
-        agents have come, its last lines say why they do not come. A line "room for 3: …" says for how many ranks the cluster
-        has room, so that no more are waited for.
+        agents have connected, its last lines are reported as the reason. A line "room for 3: …" states the number of ranks that
+        the cluster has room for, so that the leader does not wait for more.
         """
         ...
 
@@ -76,7 +76,7 @@ class Agents(Protocol):
         ...
 
     def fail(self, name: str, reason: str) -> None:
-        """Expect no agent on the machine `name` any longer, for this reason."""
+        """Stop expecting an agent on the machine `name`, for this reason."""
         ...
 
 

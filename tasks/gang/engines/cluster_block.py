@@ -35,7 +35,7 @@ class TorchCluster(Block):
     _block_type_slug = _SLUG
     _description = "The machines of trainings: hosts, or those of Ray, Dask, Slurm or Kubernetes."
     _documentation_url = cast("HttpUrl", "https://docs.prefect.io/v3/concepts/blocks")
-    _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - as of the other block of this package
+    _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - the logo of this package's other block
 
     cluster: AnyCluster = Field(title="Cluster", description="The machines, by their kind.")
 
@@ -44,7 +44,7 @@ def check_choice(value: Any) -> Any:
     """Return the cluster that `value` is or describes, or "torch-cluster/NAME" of a saved one, which is not loaded yet.
 
     Raises:
-        ValueError: If it can be neither.
+        ValueError: If `value` is neither.
 
     """
     if isinstance(value, TorchCluster):
@@ -57,7 +57,7 @@ def check_choice(value: Any) -> Any:
 
 
 def load_cluster(cluster: Cluster | str) -> Cluster:
-    """Return the cluster; one that is named is loaded from Prefect's API.
+    """Return the cluster; a saved one is loaded by its name from Prefect's API.
 
     Raises:
         ValueError: If there is no such block.

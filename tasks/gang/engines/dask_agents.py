@@ -37,7 +37,7 @@ def main() -> None:
             key,
             {},
             pure=False,
-            retries=0,  # a new attempt is for the leader to begin
+            retries=0,  # the leader starts new attempts
             workers=[address],
             allow_other_workers=False,
         )

@@ -16,7 +16,7 @@ class DaskCluster(Cluster):
     Needs the extra `dask` on the flow's machine, and this package, in the same version, on Dask's machines.
     """
 
-    # Dask's nanny sets them to one.
+    # Dask's nanny sets these variables to 1.
     not_for_ranks: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
     kind: Literal["dask"] = "dask"
@@ -34,7 +34,7 @@ class DaskCluster(Cluster):
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
-        """Submit an agent to each worker that is not to be avoided, from a process of its own."""
+        """Submit an agent to each worker that is not to be avoided, from a separate process."""
         check_client("distributed", "Dask", "dask")
         order = {
             "address": self.address,

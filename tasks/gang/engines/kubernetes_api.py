@@ -25,7 +25,7 @@ class KubernetesApi:
         namespace: Where the pods are; that of the flow's own pod if None.
 
     Attributes:
-        errors: What a request raises that is refused, or that nobody answers.
+        errors: The exceptions of a request that is refused or not answered.
 
     """
 
@@ -61,9 +61,9 @@ class KubernetesApi:
             return str(self._own_pod().spec.containers[0].image)
 
     def own_reference(self) -> dict[str, str] | None:
-        """Return the flow's own pod as an owner; None if it can own nothing there."""
+        """Return an owner reference to the flow's own pod; None outside of a pod, or if the pods are in another namespace."""
         if not self._inside or self._namespace != self._own_namespace:
-            return None  # an owner in another namespace would have its belongings deleted at once
+            return None  # Kubernetes immediately deletes objects whose owner is in another namespace
         with self._explained():
             pod = self._own_pod()
         return {"apiVersion": "v1", "kind": "Pod", "name": pod.metadata.name, "uid": pod.metadata.uid}
@@ -72,7 +72,7 @@ class KubernetesApi:
         """Create the Job or JobSet, and then the Secret, which belongs to it; the pods wait for the Secret.
 
         Raises:
-            NotEnoughMachinesError: If one of them is refused, or nobody answers; the other one may be there.
+            NotEnoughMachinesError: If a request is refused or not answered; the other object may exist.
 
         """
         with self._explained():
@@ -84,18 +84,18 @@ class KubernetesApi:
             self._core.create_namespaced_secret(self._namespace, secret(pods, key, made))
 
     def delete(self, pods: AgentPods) -> None:
-        """Delete the Job or JobSet, and with it its pods and the Secret; log it if that fails, lest that hide the end."""
+        """Delete the Job or JobSet, and with it its pods and the Secret; only log a failure, lest it hide another error."""
         try:
             if self._has_job_sets:
                 self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, propagation_policy="Background")
             else:
                 self._batch.delete_namespaced_job(pods.name, self._namespace, propagation_policy="Background")
         except self.errors as exc:
-            if getattr(exc, "status", None) != _NOT_FOUND:  # else its owner, or a garbage collector, was first
+            if getattr(exc, "status", None) != _NOT_FOUND:  # if not found, it has been deleted already
                 get_run_logger().warning("%s could not be deleted from Kubernetes: %s", pods.name, exc)
 
     def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
-        """Return why pods do not run yet, by their numbers, and whether they never will."""
+        """Return, by the pod's number, why a pod does not run yet, and whether it never will."""
         found = {}
         for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}").items:
             number = int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1))
@@ -112,7 +112,7 @@ class KubernetesApi:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise a NotEnoughMachinesError where a request fails: the cluster is asked again, and a failure is nobody's code."""
+        """Raise the error of a request as NotEnoughMachinesError: the cluster is asked again, and no user code is at fault."""
         try:
             yield
         except self.errors as exc:

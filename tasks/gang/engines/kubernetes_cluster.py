@@ -17,7 +17,7 @@ _POLL_S = 2.0
 
 
 class KubernetesCluster(Cluster):
-    """Pods that a Job of its own has for each attempt: a JobSet where the cluster knows them, else an Indexed Job.
+    """Pods of a Job that is created for each attempt: a JobSet where the cluster supports JobSets, else an Indexed Job.
 
     Needs the extra `kubernetes`, and a service account that may create and delete jobs, jobsets and secrets, and list pods.
     """
@@ -40,7 +40,7 @@ class KubernetesCluster(Cluster):
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
-        """Create the Job, and delete it in the end."""
+        """Create the Job, and delete it at the end."""
         cluster = KubernetesApi(self.namespace)
         pods = AgentPods(
             name=f"prefect-torch-{token_hex(5)}",
@@ -71,7 +71,7 @@ class KubernetesCluster(Cluster):
 
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
-        with suppress(*cluster.errors, OSError):  # looked at again
+        with suppress(*cluster.errors, OSError):  # the next poll tries again
             for number, (reason, is_hopeless) in cluster.problems(pods).items():
                 if is_hopeless:
                     agents.fail(f"pod {number}", reason)

@@ -9,24 +9,24 @@ from .agent_process import AGENT
 JOB_SET_GROUP, JOB_SET_VERSION = "jobset.x-k8s.io", "v1alpha2"
 KEY = "agent-key"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_LEFT_S = 600  # how long what has ended stays, for kubectl logs
+_LEFT_S = 600  # how long an ended Job is kept, for kubectl logs
 
 
 @dataclass(frozen=True, slots=True)
 class AgentPods:
-    """What the pods of one attempt are made from.
+    """The settings of the pods of one attempt.
 
     Attributes:
         name: The name of the Job and of the Secret with the agents' key.
         image: The image of the pods.
-        num_pods: How many there are.
+        num_pods: The number of pods.
         arguments: The agents' arguments, apart from their names.
         limits: The resources of a pod, such as {"nvidia.com/gpu": "8"}.
         node_selector: The labels of machines that may be used.
-        avoid: The names of machines that must not be.
+        avoid: The names of machines that must not be used.
         shared_memory: The size of /dev/shm, through which loaders' workers and NCCL exchange data.
         grace_s: How long a pod may take to end: the grace of the ranks.
-        owner: The pod of the flow, with which all ends; None outside of the cluster.
+        owner: A reference to the flow's pod, with which Kubernetes deletes the Job; None without an owner.
 
     """
 
@@ -43,7 +43,7 @@ class AgentPods:
 
 
 def job(pods: AgentPods) -> dict[str, Any]:
-    """Return the Job: as many pods as indexes, none of which is ever started again."""
+    """Return the Job: one pod per index, and no pod is restarted."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -62,7 +62,7 @@ def job(pods: AgentPods) -> dict[str, Any]:
 
 
 def job_set(pods: AgentPods) -> dict[str, Any]:
-    """Return the JobSet of that Job alone, for clusters whose queues admit JobSets."""
+    """Return a JobSet that contains only this Job, for clusters whose queues admit JobSets."""
     return {
         "apiVersion": f"{JOB_SET_GROUP}/{JOB_SET_VERSION}",
         "kind": "JobSet",
@@ -76,7 +76,7 @@ def job_set(pods: AgentPods) -> dict[str, Any]:
 
 
 def secret(pods: AgentPods, key: str, made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Secret of the agents' key, which ends with the Job or JobSet `made`."""
+    """Return the Secret with the agents' key, which is deleted with the Job or JobSet `made`."""
     owner = {
         "apiVersion": made["apiVersion"],
         "kind": made["kind"],

@@ -41,7 +41,7 @@ def main() -> None:
             say(*ray.get(ended))
         except ray.exceptions.RayError as exc:  # its machine is gone, which the leader has seen by then
             say(type(exc).__name__)
-    ray.util.remove_placement_group(group)  # now, since the next attempt counts what is free as soon as this process is gone
+    ray.util.remove_placement_group(group)  # now: the next attempt counts free resources once this process is gone
 
 
 def _ray() -> Any:
@@ -70,7 +70,7 @@ def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
             resources=others,
-            max_restarts=0,  # a new attempt is for the leader to begin
+            max_restarts=0,  # the leader starts new attempts
             max_task_retries=0,
             scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 group, placement_group_bundle_index=bundle
@@ -81,7 +81,7 @@ def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:
 
 
 def _reserve(order: dict[str, Any]) -> tuple[Any, int]:
-    """Return a placement group for as many ranks as there is room for now, and how many these are."""
+    """Reserve a placement group for as many ranks as fit now; return it with their number."""
     ray = _ray()
     avoided = [node for node, name in _names().items() if name in order["avoid"]]
     deadline_s = time.monotonic() + order["wait_s"]
@@ -89,7 +89,7 @@ def _reserve(order: dict[str, Any]) -> tuple[Any, int]:
         room = _room(order["resources"])
         for num_ranks in range(min(order["most"], max(room, order["fewest"])), order["fewest"] - 1, -1):
             group = _group(order, num_ranks, avoided)
-            is_last = num_ranks == order["fewest"]  # which waits, so that a cluster that can grow does
+            is_last = num_ranks == order["fewest"]  # waits, so that an autoscaling cluster can grow
             longest_s = max(_SETTLE_S, deadline_s - time.monotonic()) if is_last else _SETTLE_S
             if group.wait(timeout_seconds=longest_s):
                 return group, num_ranks
@@ -111,7 +111,7 @@ def _room(resources: dict[str, float]) -> int:
 
 
 def _names() -> dict[str, str]:
-    """Return the names of the living machines by their ids; a name that several have with a part of the id."""
+    """Return the names of the living machines by their ids; a name that several machines share gets a part of the id."""
     ray = _ray()
     nodes = [(node["NodeID"], node.get("NodeName") or node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]]
     counts = Counter(name for _, name in nodes)

@@ -38,7 +38,7 @@ class RayCluster(Cluster):
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
-        """Reserve a placement group in a process of its own, whose end releases it."""
+        """Reserve a placement group in a separate process, whose end releases it."""
         check_client("ray", "Ray", "ray")
         order = {
             "address": self.address,

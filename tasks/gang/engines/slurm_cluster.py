@@ -19,7 +19,7 @@ from .agent_process import AGENT
 from .cluster import Agents, Cluster, MachineRequest
 
 _JOB_NAME = "--job-name="
-_END_S = 3.0  # longer than agents take to end, and with the last one srun and its allocation
+_END_S = 3.0  # longer than the agents, srun and its allocation take to end
 _POLL_S = 0.5
 _ANSWER_S = 30.0
 _ENDS_BY_ITSELF = {"", "COMPLETING"}
@@ -31,7 +31,7 @@ class SlurmCluster(Cluster):
     In a job (sbatch, salloc), these are the machines of the job; elsewhere, srun waits for an allocation of its own.
     """
 
-    # Slurm's numbers of tasks are those of agents; Lightning takes them for its ranks.
+    # Slurm's task numbers are those of agents, which Lightning would take for those of its ranks.
     not_for_ranks: ClassVar[tuple[str, ...]] = (
         "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NAME",
         "SLURM_CPU_BIND", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
@@ -80,8 +80,8 @@ class SlurmCluster(Cluster):
             "srun",
             f"--nodes={nodes}",
             "--ntasks-per-node=1",
-            "--cpu-bind=none",  # the ranks of an agent are not one task's
-            "--kill-on-bad-exit=0",  # one lost machine ends the attempt by the leader's will, not by Slurm's
+            "--cpu-bind=none",  # an agent's ranks must not be bound to the CPUs of one task
+            "--kill-on-bad-exit=0",  # the leader, not Slurm, ends the attempt after the loss of a machine
             "--wait=0",
             "--no-kill",
             *(["--overlap"] if in_job else []),  # beside the step that the flow runs in
@@ -94,10 +94,10 @@ class SlurmCluster(Cluster):
 
 
 def _watched(command: str, name: str, leader: int) -> str:
-    """Return `command` beside what cancels its allocation when the leader was killed; it ends with the command otherwise.
+    """Return `command` beside a watch that cancels its allocation if the leader is killed, and otherwise ends with the command.
 
-    srun gives the allocation back only once all agents have ended, and that of a machine that is lost never does. The guard of
-    the command kills tail(1) first, and leaves scancel a moment. A process that nobody has waited for is still in /proc.
+    srun releases the allocation only once all agents have ended, and the agent of a lost machine never does. The guard of the
+    command kills tail(1) first, and gives scancel a moment. A killed process stays in /proc until its parent waits for it.
     """
     watch = (
         f"tail --pid={leader} -f /dev/null; "
@@ -109,8 +109,8 @@ def _watched(command: str, name: str, leader: int) -> str:
 def _end_allocation(name: str) -> None:
     """Cancel the allocation of an srun, unless it ends with the agents.
 
-    Slurm keeps it after srun was killed: one that is awaited stays in the queue, and one with a lost machine has the others for
-    as long as that does not come back.
+    Slurm keeps it after srun was killed: a pending allocation stays in the queue, and one with a lost machine holds the other
+    machines until that machine returns.
     """
     ends_s = time.monotonic() + _END_S
     try:

@@ -3,9 +3,8 @@
     python -m prefect_torch.tasks.gang.machine.agent HOST:PORT [--name NAME] [--slots N] [--gpus]
 
 The key is in PREFECT_TORCH_AGENT_KEY, or is the first line of stdin. The agent imports neither torch nor prefect, and unpickles
-nothing; its fork server imports torch while other machines are awaited. It ends, and its ranks with it, when the leader says
-so, closes the connection, or is silent for 30 seconds. On SIGTERM it tells the leader, who lets the ranks of the attempt
-checkpoint.
+nothing; its fork server imports torch while other machines are awaited. It ends, and its ranks with it, when the leader closes
+the connection, or is silent for 30 seconds. On SIGTERM it notifies the leader, which lets the ranks of the attempt checkpoint.
 """
 
 import argparse
@@ -45,12 +44,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one leader to the end; return 0, 1 if there is none or it refuses this machine, or 2 for no address."""
+    """Serve one leader until it is gone; return 0, 1 without a leader or if it refuses this machine, 2 for a wrong address."""
     parser = argparse.ArgumentParser(prog="prefect-torch agent", description="Start ranks of a training on this machine.")
     parser.add_argument("leader", metavar="HOST:PORT", help="where the leader of the training waits")
     parser.add_argument("--name", default=_own_name(), help="this machine's name in messages")
-    parser.add_argument("--slots", type=_at_least_one, help="for how many ranks there is room at most")
-    parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank, and have room for no more ranks")
+    parser.add_argument("--slots", type=_at_least_one, help="the most ranks that this machine takes")
+    parser.add_argument("--gpus", action="store_true", help="take a free GPU for each rank; accept no more ranks than GPUs")
     options = parser.parse_args(arguments)
     try:
         leader = _address_of(options.leader)
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except OSError as exc:
         is_reached = isinstance(exc, LinkError)
-        hint = "" if is_reached else "; the cluster's leader_address is to be one by which this machine reaches the flow's"
+        hint = "" if is_reached else "; set the cluster's leader_address to one by which this machine reaches the flow's"
         print(f"no connection to the leader at {options.leader}: {exc}{hint}", file=sys.stderr)  # noqa: T201 - a program
         return 1
     address = connection.getsockname()[0]
@@ -104,7 +103,7 @@ def _connect(leader: tuple[str, int], key: str) -> tuple[socket.socket, Link]:
 
 
 class Agent:
-    """Does what the leader orders.
+    """Executes the leader's orders.
 
     Args:
         link: The connection to the leader.
@@ -122,10 +121,10 @@ class Agent:
         self._has_ended = threading.Event()
 
     def run(self, machine: Mapping[str, Any], gpus: "GpuAllocation | None") -> int:
-        """Return when the leader is gone, and no rank is left.
+        """Obey the leader until it is gone, end the ranks that are left, and return the exit code.
 
         Args:
-            machine: What the leader is to know of this machine.
+            machine: The description of this machine for the leader.
             gpus: The GPUs for the ranks; None if they need none.
 
         """
@@ -133,9 +132,9 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._terminated.set())
         if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection tells when the leader is gone
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection shows when the leader is gone
         hello = {"type": "hello", **machine, "port": self._neighbours.port}
-        self._link.send(hello)  # only now: from here on the end of this machine is told, not a loss
+        self._link.send(hello)  # after the handlers: from now on, SIGTERM is reported as a termination, not seen as a loss
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         returncode = 0
         try:
@@ -157,7 +156,7 @@ class Agent:
 
     def _obey(self, header: Mapping[str, Any], body: bytes) -> None:
         if header["type"] == "prepare":
-            with suppress(OSError):  # a rank that cannot be started for it says so
+            with suppress(OSError):  # the start of a rank meets and reports the same error
                 self._fork_server(header, self._environment(header))
         elif header["type"] == "start":
             self._start(header, body)
@@ -206,7 +205,7 @@ class Agent:
         return FORK_SERVERS.find(environment) if header["forks_ranks"] else None
 
     def _send_heartbeats(self) -> None:
-        """Beat, and close the connection when the leader no longer does."""
+        """Send heartbeats, and close the connection when those of the leader stop."""
         is_reported = False
         with suppress(LinkError):
             while not self._has_ended.is_set():

@@ -23,7 +23,7 @@ class AgentListener:
         host: The address to listen on.
         port: The port; a free one if 0.
         key: The secret that agents know.
-        accept: Called, in a thread for each, with the link to an agent and its hello.
+        accept: Called with the link to each agent and the agent's hello message, in one thread per agent.
 
     Attributes:
         host: The address.
@@ -42,7 +42,7 @@ class AgentListener:
         threading.Thread(target=self._listen, name="agents", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening; links that were made stay."""
+        """Stop listening; established links stay."""
         with suppress(OSError):  # not all systems shut a listening socket down, which ends `accept`
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

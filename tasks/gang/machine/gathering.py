@@ -28,16 +28,16 @@ _ANYWHERE = ("192.0.2.1", 9)  # RFC 5737; connecting a datagram socket sends not
 
 
 class Gathering:
-    """The leader's side of one time that a cluster was asked for machines: what `Agents` promises, and who came.
+    """The leader's side of one request to a cluster for machines: an implementation of `Agents`, and the agents that came.
 
     Args:
         cluster: The cluster.
         wanted: The ranks that need machines.
-        prepares: Whether ranks are going to be started on the machines, which prepare themselves for that as they come.
+        prepares: Whether ranks will be started on the machines; if so, each machine prepares itself as soon as it connects.
 
     Attributes:
         address: "HOST:PORT", where the leader waits for agents.
-        host: Its host alone.
+        host: The host of `address`.
         key: The secret of the agents.
 
     """
@@ -49,7 +49,7 @@ class Gathering:
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
-        self._is_over = False  # nobody is waited for any longer
+        self._is_over = False  # no agent is awaited any longer
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._listener = self._listen()
@@ -64,7 +64,7 @@ class Gathering:
         return [self.address, *named, *([] if slots is None else ["--slots", str(slots)]), *gpus]
 
     def run(self, command: str, names: list[str]) -> None:
-        """Run a shell command that brings one agent for each of `names`."""
+        """Run a shell command that starts one agent for each of `names`."""
         for name in names:
             self.expect(name)
         try:
@@ -77,15 +77,15 @@ class Gathering:
         self._expected.append(name)
 
     def fail(self, name: str, reason: str) -> None:
-        """Expect no agent on `name` any longer."""
+        """Stop expecting an agent on `name`."""
         self._failed.setdefault(name, reason)
 
     def wait(self, raise_if_requested: Callable[[], None], *, everyone: bool = False) -> tuple[RemoteMachine, ...]:
-        """Return the machines whose agents came, as expected, once there is room for all ranks, or no more will come.
+        """Return the machines whose agents came, in the expected order, once they suffice for all ranks or no more will come.
 
         Args:
-            raise_if_requested: Called again and again.
-            everyone: Wait for all machines that are expected by their names, also for those that are in reserve.
+            raise_if_requested: Called repeatedly while this waits.
+            everyone: Wait for all machines that are expected by their names, also for those that the ranks do not need.
 
         """
         awaits_names = everyone and len(self._expected) > 1
@@ -113,7 +113,7 @@ class Gathering:
 
     @property
     def counted(self) -> tuple[str, int] | None:
-        """The line in which a command has counted the room of its cluster, and for how many ranks that is."""
+        """The line in which a command reports its cluster's room, and the number of ranks in it; None without such a line."""
         return next((launcher.room for launcher, _ in self._launchers if launcher.room is not None), None)
 
     def missing(self) -> list[str]:
@@ -127,14 +127,14 @@ class Gathering:
         return reasons
 
     def release(self) -> None:
-        """Let all machines go."""
+        """Release all machines."""
         self._listener.close()
         with self._changing:
             for machine in self._came.values():
                 machine.release()
 
     def close(self) -> None:
-        """Let no agent come any longer, and return when all commands have ended."""
+        """Accept no more agents, and return when all commands have ended."""
         self._listener.close()
         self._pulse.stop()
         deadline_s = time.monotonic() + _END_S
@@ -153,7 +153,7 @@ class Gathering:
                 ) from exc
             if exc.errno == errno.EADDRINUSE:
                 message = f"agents cannot come to port {cluster.leader_port} (leader_port): it is in use"
-            else:  # a name server that does not answer, no descriptor left: it may pass, and no training ends for it
+            else:  # no answer of a name server, no descriptor left: it may pass, and must not end a training
                 message = f"agents cannot come to {cluster.leader_address or 'this machine'}: {exc}"
             raise NotEnoughMachinesError(message) from exc
 
@@ -191,12 +191,12 @@ class Gathering:
 
 @contextmanager
 def gather(cluster: Cluster, wanted: MachineRequest, *, prepares: bool = False) -> Iterator[Gathering]:
-    """Ask a cluster for machines, and let them go at the end of the context.
+    """Ask a cluster for machines, and release them at the end of the context.
 
     Args:
         cluster: The cluster.
         wanted: The ranks that need machines.
-        prepares: Whether ranks are going to be started on the machines, which prepare themselves for that as they come.
+        prepares: Whether ranks will be started on the machines; if so, each machine prepares itself as soon as it connects.
 
     """
     gathering = Gathering(cluster, wanted, prepares=prepares)

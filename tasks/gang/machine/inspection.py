@@ -1,4 +1,4 @@
-"""Looking at the machines of a cluster, before any training: what each has, sees and reaches."""
+"""Inspecting the machines of a cluster before a training: their devices, and what they can reach."""
 
 import pickle
 import socket
@@ -25,11 +25,11 @@ _LONGEST_S = 180.0  # torch from a cold network disk takes a minute
 
 @dataclass(frozen=True, slots=True)
 class InspectedMachine:
-    """What is known of a machine.
+    """The findings about one machine.
 
     Attributes:
         name: Its name.
-        problem: Why it could not be looked at; None if it could.
+        problem: Why it could not be inspected; None if it could.
         slots: For how many ranks it has room.
         clock_ahead_s: By how much its clock is ahead of the leader's, up to some hundredths of a second.
         report: Its own report: `gpus`, `nccl`, `shared_memory`, and why `leader`, `storage` and other `machines` are out of
@@ -45,15 +45,15 @@ class InspectedMachine:
 
 
 def inspect_machines(cluster: Cluster, num_ranks: int, storage: StorageSpec | None) -> list[InspectedMachine]:
-    """Return the machines that the cluster lends for so many ranks, and those that do not come.
+    """Return the machines that the cluster lends for `num_ranks` ranks, and those that do not come.
 
     Args:
         cluster: The cluster.
         num_ranks: The number of ranks, each without a GPU of its own: GPUs in use are not waited for.
-        storage: The storage of trainings, in which an object is written, read by each machine, and removed; None for none.
+        storage: The storage of trainings, in which an object is written, read by each machine, and removed; None to skip that.
 
     Raises:
-        NotEnoughMachinesError: If the cluster has none at all, and says why.
+        NotEnoughMachinesError: If the cluster can lend no machine; the message says why.
         StorageError, OSError: If this machine itself cannot write to the storage.
 
     """

@@ -13,7 +13,7 @@ _INTERFACES_6 = Path("/proc/net/if_inet6")
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has `address`; None if there is none, or outside of Linux.
 
-    Gloo and NCCL otherwise take the interface of the host's name, or the first that they like, which another machine may not
+    Gloo and NCCL otherwise take the interface of the host's name, or the first that they find, which other machines may not
     reach.
     """
     if sys.platform != "linux":
@@ -26,7 +26,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _address_4(interface: str) -> str | None:
-    import fcntl  # noqa: PLC0415 - there is none on Windows
+    import fcntl  # noqa: PLC0415 - not available on Windows
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, suppress(OSError):  # it has no such address
         answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

@@ -17,7 +17,7 @@ class AgentLauncher:
     Args:
         command: The command.
         key: The key that the agents read from its stdin.
-        ended: Called with the end of the command in words, whenever that is.
+        ended: Called with a description of the command's exit once it has exited.
 
     Attributes:
         room: A line "room for 3: …" that the command wrote, and for how many ranks there is room; None without such a line.

@@ -15,7 +15,7 @@ from .partition import parted_from_others, watch_each_other
 from .regrowth import Regrowth
 
 _AVOID_S = 300.0
-_AGAIN_S = 5.0  # between two times that a cluster is asked
+_AGAIN_S = 5.0  # between two requests to a cluster
 _POLL_S = 0.05
 _MOST_FAULTS = 2
 _OF_THE_FUNCTION = {"user", "out_of_memory"}  # kinds of failures, which happen on any machine
@@ -26,9 +26,9 @@ class Lease:
     """The machines of one attempt.
 
     Attributes:
-        host: The address of the leader that they reach.
+        host: The leader's address by which they reach it.
         machines: The machines.
-        num_ranks: How many ranks each of them has.
+        num_ranks: The number of ranks of each machine.
 
     """
 
@@ -43,12 +43,12 @@ class Lease:
 
 
 class Machines:
-    """The machines that a cluster lends to a training, from one attempt to the next; `close` gives back what is kept.
+    """The machines that a cluster lends to a training, from one attempt to the next; `close` releases those that are kept.
 
     Args:
         cluster: The cluster.
-        fewest: With how many ranks an attempt can start.
-        most: How many ranks it has if there is room.
+        fewest: The smallest number of ranks with which an attempt can start.
+        most: The number of ranks that it has if the machines suffice.
         use_gpu: Whether each rank needs a GPU.
         regrow_after_s: How often an attempt with fewer ranks than the most asks for more machines; None for never.
 
@@ -60,19 +60,19 @@ class Machines:
         self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
         self._lost: dict[str, float] = {}
         self._kept: tuple[ExitStack, Lease] | None = None  # between two attempts
-        self._num_faults = 0  # of the infrastructure, on the machines that are lent, in a row
+        self._num_faults = 0  # consecutive failures of the infrastructure on the current machines
 
     @contextmanager
     def lend(self, raise_if_requested: Callable[[], None]) -> Iterator[Lease]:
         """Lend machines with room for the ranks.
 
-        They are given back at the end of the context, unless that is the failure of a rank while all machines are there, with
-        as many ranks as there are at most: the next context then has the same ones, whose agents need neither to be started
-        again nor to import anything. After two failures of the infrastructure in a row, a machine may be the cause, and they
-        are given back as well.
+        They are released at the end of the context, unless a rank has failed while no machine is lost and the number of ranks
+        is the largest possible. Then the next context gets the same machines, whose agents need neither be started again nor
+        import anything. After two consecutive failures of the infrastructure, a machine may be the cause, so the machines are
+        released as well.
 
         Args:
-            raise_if_requested: Called again and again while this waits.
+            raise_if_requested: Called repeatedly while this waits.
 
         Raises:
             NotEnoughMachinesError: If there is room for too few ranks, and still is after the cluster's `wait_s`.
@@ -93,7 +93,7 @@ class Machines:
                 self._record_losses(lease)
 
     def close(self) -> None:
-        """Give back the machines that are kept between two attempts; harmless when there are none."""
+        """Release the machines that are kept between two attempts; no effect if there are none."""
         if self._kept is not None:
             held, _ = self._kept
             self._kept = None
@@ -101,7 +101,7 @@ class Machines:
 
     @contextmanager
     def look_for_more(self, lease: Lease) -> Iterator[Regrowth | None]:
-        """Ask the cluster for what `lease` lacks of the most ranks, within the context; None if it is not to be asked."""
+        """Ask the cluster, within the context, for room for the ranks that `lease` lacks; yield None if it is not asked."""
         missing = self._most - sum(lease.num_ranks)
         if self._regrow_after_s is None or not missing:
             yield None
@@ -134,13 +134,13 @@ class Machines:
             self._num_faults = 0
         elif failure.kind == "infrastructure":
             self._num_faults += 1
-        else:  # no attempt follows, or a machine may be gone that nobody misses yet
+        else:  # no attempt follows, or the loss of a machine may not be noticed yet
             return False
         is_whole = sum(lease.num_ranks) == self._most and not self._record_losses(lease)
         return is_whole and self._num_faults < _MOST_FAULTS
 
     def _record_losses(self, lease: Lease) -> bool:
-        """Have the machines that are lost, to the others or soon, avoided from now on, and return whether there is one."""
+        """Record machines that are lost, cut off from others or terminated, to avoid them; return whether there are any."""
         lost = {machine.name for machine in lease.machines if machine.lost or machine.is_terminated}
         lost |= parted_from_others([machine for machine in lease.machines if machine.name not in lost])
         self._lost.update(dict.fromkeys(lost, time.monotonic()))
@@ -184,7 +184,7 @@ class Machines:
 
 
 def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
-    """Return how many ranks each machine gets, the first ones as many as they have room for."""
+    """Return the number of ranks of each machine; the machines are filled in order."""
     num_ranks: list[int] = []
     for machine in machines:
         num_ranks.append(min(machine.slots, most - sum(num_ranks)))

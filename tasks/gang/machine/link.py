@@ -31,7 +31,7 @@ _TCP_RTO_MAX_MS, _SEND_AGAIN_MS = 44, 1000
 
 
 class LinkError(ConnectionError):
-    """The other end of a link is gone, or is none that knows the key."""
+    """The other end of a link is gone, or does not know the key."""
 
 
 class Link:
@@ -140,7 +140,7 @@ def greet_agent(connection: socket.socket, key: str, timeout_s: float, give_up_s
         connection: A connection that may come from anybody.
         key: The secret that the agent must know.
         timeout_s: How long the other end may take to prove that.
-        give_up_s: After how long without an answer of its machine the kernel gives the connection up.
+        give_up_s: How long the kernel keeps the connection without an answer of the other machine.
 
     Raises:
         LinkError: If the other end does not know the key.
@@ -168,7 +168,7 @@ def _greet(connection: socket.socket, key: str, timeout_s: float, give_up_s: flo
             part: _digest(secret, part, challenges) for part in (b"proof of leader", b"proof of agent", b"leader", b"agent")
         }
         ours, theirs = (b"leader", b"agent") if is_leader else (b"agent", b"leader")
-        if not is_leader:  # the one who asks proves it first
+        if not is_leader:  # the end that connects proves it first
             connection.sendall(keys[b"proof of agent"])
         if not hmac.compare_digest(_exactly(connection, _CODE_BYTES, deadline_s), keys[b"proof of " + theirs]):
             raise LinkError("the other end does not know the key")

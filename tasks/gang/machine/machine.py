@@ -1,4 +1,4 @@
-"""A machine of the training, as the leader knows it by the link to its agent."""
+"""A machine of the training, as the leader sees it through the link to its agent."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ from .remote_rank import RemoteRank
 
 SILENT_S = 10.0
 _ASLEEP_S = 2 * LINK_HEARTBEAT_S
-# What the libraries of storages read.
+# Prefixes of the variables that the libraries of storages read.
 _OF_STORAGES = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "FSSPEC_")
 
 
@@ -28,8 +28,8 @@ class RemoteMachine:
 
     Args:
         link: The link to its agent.
-        hello: What the agent said of it: its name, its address, the ranks for which it has room.
-        environment: Variables of its ranks in addition to its own.
+        hello: Its description by the agent: its name, its address, the ranks for which it has room.
+        environment: Variables of its ranks in addition to those of the machine.
         not_for_ranks: Variables of the agent that its ranks do not inherit.
 
     Attributes:
@@ -61,7 +61,7 @@ class RemoteMachine:
         threading.Thread(target=self._receive, name=f"machine-{self.name}", daemon=True).start()
 
     def prepare(self, most_ranks: int) -> None:
-        """Let the agent import what its ranks will have imported, while other machines are awaited.
+        """Let the agent do the imports of its ranks while other machines are awaited.
 
         Args:
             most_ranks: How many ranks the machine will have at most.
@@ -70,7 +70,7 @@ class RemoteMachine:
         self._send({"type": "prepare", **self._orders(self._environment, min(most_ranks, self.slots))})
 
     def watch(self, others: "Sequence[RemoteMachine]") -> None:
-        """Have the agent look from now on whether its machine reaches `others`, and tell when it no longer does."""
+        """Have the agent check from now on whether its machine reaches `others`, and report when it no longer does."""
         machines = [(other.name, other.address, other.port) for other in others if other.port is not None]
         self._send({"type": "watch", "machines": machines})
 
@@ -92,12 +92,12 @@ class RemoteMachine:
         return rank
 
     def run(self, program: str, order: object, storage: StorageSpec | None) -> RemoteRank:
-        """Start another program than that of a rank, on a machine without ranks.
+        """Start a program other than that of a rank, on a machine without ranks.
 
         Args:
             program: Its module, which reads a pickled order from stdin and leaves a result as a rank does.
             order: The order.
-            storage: The storage that it needs to reach; None for none.
+            storage: The storage that it needs to reach; None if it needs none.
 
         """
         started = self._add(0, records_collectives=False)
@@ -114,7 +114,7 @@ class RemoteMachine:
         return started
 
     def refuse(self, reason: str) -> None:
-        """Tell the agent why its machine is not used, and close the link."""
+        """Notify the agent why its machine is not used, and close the link."""
         self._send({"type": "refused", "reason": reason})
         self.release()
 
@@ -123,10 +123,10 @@ class RemoteMachine:
         self._lose("the attempt is over")
 
     def look(self, slept_s: float) -> None:
-        """Send a heartbeat, and lose the machine if it has sent none for ten seconds.
+        """Send a heartbeat, and record the machine as lost if it has sent nothing for ten seconds.
 
         Args:
-            slept_s: For how long of the time since the last call this process was stopped itself.
+            slept_s: How long this process itself was stopped since the last call.
 
         """
         self._link.heard_s += slept_s
@@ -139,7 +139,7 @@ class RemoteMachine:
                 self._lose(str(exc))
 
     def _orders(self, environment: Mapping[str, str], local_world_size: int) -> dict[str, Any]:
-        """Return what makes the environment of a process on the machine."""
+        """Return the fields of an order from which the agent makes the environment of a process."""
         return {
             "environment": dict(environment),
             "not_for_ranks": self._not_for_ranks,
@@ -159,7 +159,7 @@ class RemoteMachine:
         self._send({"type": order, "rank": rank})
 
     def _send(self, header: Mapping[str, Any], body: bytes = b"") -> None:
-        with suppress(LinkError):  # the thread that receives sees it, too, and says so to all ranks
+        with suppress(LinkError):  # the thread that receives sees it, too, and notifies all ranks
             self._link.send(header, body)
 
     def _receive(self) -> None:
@@ -185,18 +185,18 @@ class RemoteMachine:
 
 
 class Pulse:
-    """Beats for all machines of an attempt, once a second, from its start until it is stopped."""
+    """Sends a heartbeat to each machine of an attempt, once a second, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self.machines: list[RemoteMachine] = []
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start to send heartbeats."""
         threading.Thread(target=self._run, name="heartbeats", daemon=True).start()
 
     def stop(self) -> None:
-        """Beat no longer."""
+        """Stop sending heartbeats."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-_CONNECT_S = 5.0  # the longest that a connection may take, and between two
+_CONNECT_S = 5.0  # how long connecting may take, and the shortest time between two attempts
 _MOST_FAILURES = 4  # in a row: each stands for three packets of the kernel, of which a bad network loses many
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4}  # tcp(7); seconds, seconds, a number
-# Of this process or machine, which say nothing about the other one.
+# Errors of this process or machine, which say nothing about the other machine.
 _OF_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
 _MOST_HELD = 64  # connections from others, more than watch this machine; one more closes the oldest
 _PAUSE_S = 0.5
 
 
 class Neighbours:
-    """Holds a connection to the agent of each of some other machines, and tells which ones it no longer reaches.
+    """Holds a connection to the agent of each of some other machines, and reports which ones it no longer reaches.
 
     The kernels keep a connection alive and accept new ones, and nothing is sent: a slow step, a busy machine and an agent that
-    is stopped change nothing. A machine is missed only when its connection has died and no other can be made, and never if it
-    was not reached at all: the ranks may be connected in another way, and say so themselves if they are not.
+    is stopped change nothing. A machine is reported only when its connection has died and no other can be made, and never if it
+    was not reached at all: the ranks may be connected in another way, and report it themselves if they are not.
 
     Args:
         address: The address of this machine, where it lets the others connect.

@@ -9,14 +9,14 @@ from prefect_torch.tasks.rank.errors import RankFailedError
 from .machine import RemoteMachine
 
 _NUM_NEIGHBOURS = 8  # with as many after each machine, every two of up to 17 machines watch each other
-_SETTLE_S = 10.0  # until all machines have told that they lost one, and whether it comes back
+_SETTLE_S = 10.0  # until all machines have reported which ones they lost, or reach them again
 _ASLEEP_S = 5.0  # a longer time between two looks means that this process was stopped itself
 
 
 def watch_each_other(machines: Sequence[RemoteMachine]) -> None:
     """Have each machine watch those that follow it, to which a ring of collectives is connected, and some farther away.
 
-    Those are 16, 32, 64, … places away: racks that lose each other are noticed whatever is between them.
+    The farther ones are 16, 32, 64, … places away: racks that lose each other are noticed whatever is between them.
     """
     for number, machine in enumerate(machines):
         following = [*machines[number + 1 :], *machines[:number]]
@@ -25,7 +25,7 @@ def watch_each_other(machines: Sequence[RemoteMachine]) -> None:
 
 
 def parted_from_others(machines: Sequence[RemoteMachine]) -> set[str]:
-    """Return the fewest machines without which the others reach each other; of two, the later one."""
+    """Return few machines, chosen greedily, without which the others reach each other; of two, the later one."""
     pairs = _pairs(machines)
     order = {machine.name: number for number, machine in enumerate(machines)}
     found: set[str] = set()
@@ -52,7 +52,7 @@ class Partition:
         self._looked_s = self._whole_s = clock()
 
     def problem(self) -> RankFailedError | None:
-        """Return the error of machines that no longer reach each other; None if all is well. Call it again and again."""
+        """Return the error of machines that no longer reach each other; None if all is well. To be called repeatedly."""
         now_s = self._clock()
         was_asleep = now_s - self._looked_s > _ASLEEP_S
         self._looked_s = now_s

@@ -14,13 +14,13 @@ from .gathering import gather
 class Regrowth:
     """Asks a cluster for the machines that an attempt lacks, until it lends some; these are held until `stop`.
 
-    The only question that every engine answers truly is a request for machines: others may take what a count of free
-    resources shows. Agents are started there and no ranks.
+    Only a request for machines gets a reliable answer from every engine: others may take resources that are counted as free.
+    On the lent machines, agents are started but no ranks.
 
     Args:
         cluster: The cluster.
         wanted: Returns the ranks that are missing, and the machines that the attempt has or has lost by now.
-        every_s: The seconds before the cluster is asked, and between two times.
+        every_s: The seconds before the first request to the cluster, and between two requests.
 
     Attributes:
         room: For how many more ranks there is room; 0 until the cluster lends machines.
@@ -35,7 +35,7 @@ class Regrowth:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no longer, and return when the machines that were lent are released."""
+        """Stop asking, and return when the machines that were lent are released."""
         self._stopped.set()
         self._thread.join()
 

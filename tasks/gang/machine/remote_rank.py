@@ -33,7 +33,7 @@ class RemoteRank:
         self._is_awake = False
 
     def record(self, message: Mapping[str, Any], body: bytes = b"") -> None:
-        """Record what the agent says of this rank, or that its machine is lost; called from the thread of the machine."""
+        """Record a message of the agent about this rank, or the loss of its machine; called from the thread of the machine."""
         self._messages.put((message, body))
 
     def wake(self) -> None:

@@ -8,7 +8,7 @@ _PACKAGES = ("torch", "prefect-torch")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions here of Python, whose minor version pickled functions depend on, of torch and of this package."""
+    """Return the local versions of torch, of this package, and of Python, whose minor version pickled functions depend on."""
     return {"python": ".".join(platform.python_version_tuple()[:2]), **{name: _version(name) for name in _PACKAGES}}
 
 
@@ -21,6 +21,6 @@ def explain_mixture(theirs: Mapping[str, str]) -> str | None:
 
 def _version(name: str) -> str:
     try:
-        return version(name).partition("+")[0]  # builds for other devices understand each other
+        return version(name).partition("+")[0]  # builds for other devices are compatible
     except PackageNotFoundError:
         return "not installed"

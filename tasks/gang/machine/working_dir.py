@@ -1,4 +1,4 @@
-"""The user's working directory as an archive, which comes along to every machine."""
+"""The user's working directory as an archive, which is copied to every machine."""
 
 import io
 import os
@@ -30,7 +30,7 @@ class WorkingDirectory:
     """A packed directory.
 
     Attributes:
-        stored: What ranks need to know of it.
+        stored: The description by which ranks find the archive.
         archive: The archive.
 
     """
@@ -39,7 +39,7 @@ class WorkingDirectory:
     archive: bytes = field(repr=False)
 
     def store(self, run: Run) -> None:
-        """Store the archive beside the run, unless it is there, and delete those of former directories of its kind.
+        """Store the archive beside the run unless it exists, and delete the former ones of this training or evaluation.
 
         Raises:
             StorageError, OSError: If the storage fails.
@@ -58,7 +58,7 @@ def pack_directory(directory: str, storage: str, evaluation: str | None = None) 
 
     Args:
         directory: Its path.
-        storage: The storage's location, which is left out where it lies within.
+        storage: The storage's location, which is left out if it is within the directory.
         evaluation: The name of the evaluation whose ranks run in it; None for those of a training.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Ranks as processes of this machine: started, forked, watched for output, and what each left when it exited."""
+"""Ranks as processes of this machine: their start, by a fork or a command, their output, and the results that they leave."""

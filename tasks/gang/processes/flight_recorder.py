@@ -1,4 +1,4 @@
-"""NCCL's flight recorder, which says of each rank which collectives it has begun and which it has completed."""
+"""NCCL's flight recorder, which records which collectives each rank has started and which it has completed."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ class FlightRecorder:
         self._before = _modified(self._file)
 
     def request(self) -> bool:
-        """Have the rank write its record, and return whether it listens; it does not without NCCL, or before it has a group."""
+        """Request the rank's record, and return whether the rank listens: not without NCCL, or before it has a group."""
         try:
             descriptor = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
             with os.fdopen(descriptor, "wb", buffering=0) as pipe:
@@ -49,7 +49,7 @@ class FlightRecorder:
 
 
 def _modified(file: Path) -> int | None:
-    """Return when a file was modified last; None if there is none. Where the user has chosen its name, it may be an old one."""
+    """Return when a file was last modified; None if it does not exist. It may be old if the user has chosen its name."""
     try:
         return file.stat().st_mtime_ns
     except FileNotFoundError:

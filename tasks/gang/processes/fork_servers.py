@@ -21,8 +21,8 @@ from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descrip
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
 RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
-# No library reads these when it is imported: those of a rank, the GPUs that an initialized driver shows, NCCL's flight
-# recorder, those of clouds, Prefect's, and what pytest changes with each test.
+# No library reads these variables when it is imported: those of a rank, of the GPUs that an initialized driver shows, of NCCL's
+# flight recorder, of clouds, of Prefect, and those that pytest changes with each test.
 _NOT_READ_AT_IMPORT = re.compile(
     r"((LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_\w+"
     r"|[A-Z]+_VISIBLE_DEVICES|ZE_AFFINITY_MASK|TORCH_NCCL_\w+|TORCH_FR_\w+|(AWS|AZURE|GCS|GOOGLE|PREFECT|PYTEST)_\w+)"
@@ -49,11 +49,11 @@ def fill_closed_streams() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """Everything that a process has from the one that starts it; a rank may be forked only where a new process had the same.
+    """Everything that a process inherits from its parent; a rank may be forked only if a new process would inherit the same.
 
     Attributes:
         environment: The variables that libraries may read when they are imported.
-        inherited: What the kernel passes on.
+        inherited: The attributes that the kernel passes on, such as limits.
         torch_place: The file from which torch is imported; empty if it is not on the search path itself.
         client: The process that may use the server.
 
@@ -66,7 +66,7 @@ class ProcessContext:
 
     @classmethod
     def of_rank(cls, environment: Mapping[str, str]) -> "ProcessContext":
-        """Return those of a rank with `environment` that the calling thread would start."""
+        """Return the context of a rank with `environment` that the calling thread would start."""
         kept = sorted((name, value) for name, value in environment.items() if not _NOT_READ_AT_IMPORT.fullmatch(name))
         thread = Path("/proc/thread-self")
         inherited = [os.fsdecode((thread / name).read_bytes()) for name in ("limits", "cgroup", "status")]
@@ -98,7 +98,7 @@ class ForkServer:
                 pass_fds=[end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # Where it was closed, a socket may have its number, which the server would not get.
+                # If stderr was closed, a socket may have its number, and the server would not inherit that.
                 stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 start_new_session=True,
             )
@@ -113,12 +113,12 @@ class ForkServer:
     def fork(self, ends: Descriptors, folder: int, held: Sequence[int]) -> bool:
         """Fork a rank, once the imports are done, and return whether that succeeded; else nothing was started.
 
-        A server that stands still, as one that was stopped by SIGSTOP, is killed after two minutes.
+        A server that does not answer, such as one that was stopped by SIGSTOP, is killed after two minutes.
 
         Args:
             ends: The ends of its pipes.
             folder: A descriptor of its working directory.
-            held: Those that its guard keeps open.
+            held: The descriptors that its guard keeps open.
 
         """
         with self._one_at_a_time, contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ class ForkServer:
             if self._is_ready:
                 socket.send_fds(self._control, [b"."], [*ends, folder, *held])
                 answer = READY
-                while answer == READY:  # again, if it had to start again without torch's compiler
+                while answer == READY:  # sent again after a restart without torch's compiler
                     answer = self._receive()
                 if answer == FORKED:
                     return True
@@ -146,7 +146,7 @@ class ForkServer:
             return self._control.recv(1)  # it may have answered at the last moment
 
     def close(self) -> None:
-        """End its process; ranks that it has forked go on."""
+        """End its process; ranks that it has forked keep running."""
         self._process.kill()
         self._process.wait()
         self._control.close()

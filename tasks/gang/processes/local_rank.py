@@ -19,7 +19,7 @@ from .process import ProcessExit, RankProcess
 from .rank_exit import result_left, result_of_exit
 from .secret_variables import SECRETS_OF_PREFECT
 
-# Trainings of two ranks need 36 to 48, on S3; with fewer, what needs one more may wait for it for ever.
+# Trainings of two ranks on S3 need 36 to 48; with fewer, code that needs one more may wait for it forever.
 _FEWEST_FILES = 64
 
 
@@ -78,7 +78,7 @@ def prepare_ranks(num_ranks: int) -> None:
         num_ranks: How many ranks this machine will have.
 
     Raises:
-        OSError: If this process may have so few files open that a training would stand still.
+        OSError: If this process may have so few files open that a training would hang.
 
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The process of one rank: its output, its exit status, and a guard because of which it cannot outlive its supervisor."""
+"""The process of one rank: its output, its exit status, and a guard that keeps it from outliving its supervisor."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ from .fork_servers import ForkServer, fill_closed_streams
 from .output import OutputLines
 
 _GUARD = Path(__file__).parents[2] / "rank/starting/guard.py"
-_LEFT_S = 1.0  # for what is left of the output
+_LEFT_S = 1.0  # to read the rest of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ProcessExit:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What is started, and with what."""
+    """A command, its environment, its input, and the descriptors that its guard holds."""
 
     command: Sequence[str]
     environment: dict[str, str]
@@ -68,7 +68,7 @@ class RankProcess:
         environment: Its whole environment.
         stdin: The bytes that it reads before the end of file.
         held: Descriptors that the guard keeps open until the process and its descendants are gone, such as those of locks.
-        server: Forks the program of a rank, in place of the command that would start it, if it can; None for the command.
+        server: Forks the program of a rank, if it can, instead of running the command; None to run the command.
 
     """
 
@@ -101,18 +101,18 @@ class RankProcess:
                 folder = os.open(".", os.O_PATH)
                 theirs.callback(os.close, folder)
                 feed = partial(self._fork, server, program, ends, folder)
-            # A thread, since a rank that dies before it reads must not block its supervisor on a full pipe, nor a server that
-            # is still busy with its imports.
+            # In a thread, so that the supervisor is blocked neither by the full pipe of a rank that dies before it reads, nor
+            # by a server that is still busy with its imports.
             self._feeder = threading.Thread(target=feed, daemon=True)
             self._feeder.start()
             own.pop_all()
             if server is not None:
-                theirs.pop_all()  # by the thread
+                theirs.pop_all()  # the thread closes them
 
     def lines(self, poll_s: float) -> Iterator[list[str]]:
         """Yield the lines (OutputLines) written since the last yield, at least every `poll_s`, until the process exits.
 
-        A process that it has started, and that could not be ended with it, is read for a second at most.
+        Output of descendants that could not be ended with the process is read for a second at most.
         """
         output = OutputLines()
         told: list[str] = []
@@ -172,7 +172,7 @@ class RankProcess:
                     os.write(self._lifeline, order)
 
     def _fork(self, server: ForkServer, program: _Program, ends: Descriptors, folder: int) -> None:
-        """Have the rank forked, or start its command where that is impossible, and feed it."""
+        """Fork the rank by the server, or start its command if that fails, and write its input."""
         try:
             is_forked = server.fork(ends, folder, program.held)
         finally:
@@ -183,14 +183,14 @@ class RankProcess:
             return
         try:
             self._guard = program.spawn(ends)
-        except OSError as exc:  # its supervisor waits in `lines`
+        except OSError as exc:  # `lines` reports it to the supervisor
             self._failure = f"its process cannot be started: {exc}".encode()
         finally:
             _close(ends)
         self._feed(program.stdin)
 
     def _feed(self, data: bytes) -> None:
-        # Unbuffered, so that closing has nothing left to write; the exit status tells of a rank that died before it read.
+        # Unbuffered, so that closing has nothing left to write; the exit status shows if a rank died before it read.
         with contextlib.suppress(BrokenPipeError), os.fdopen(self._stdin, "wb", buffering=0) as pipe:
             view = memoryview(data)
             while view:

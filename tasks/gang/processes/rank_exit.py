@@ -1,4 +1,4 @@
-"""What the exit status of a rank's process says, where the rank left no result."""
+"""The result that a rank has left, or one made from the exit status of its process."""
 
 import json
 import pickle

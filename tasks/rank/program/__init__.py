@@ -1,1 +1,1 @@
-"""What the process of a rank does around the call of the user's function, in the order of `main`."""
+"""The steps of a rank's process around the call of the user's function, in the order of `main`."""

@@ -27,7 +27,7 @@ _MOST_TEXT = 100_000  # characters of a traceback
 
 
 def call_in_session(function: TrainFunction, config: dict[str, Any] | None, session: RankSession, spec: RankSpec) -> RankResult:
-    """Return what the function returns within `session`, or how it failed; the other ranks are told of a failure.
+    """Return what the function returns within `session`, or how it failed; the other ranks are notified of a failure.
 
     Args:
         function: The training function.
@@ -64,7 +64,7 @@ def call_in_session(function: TrainFunction, config: dict[str, Any] | None, sess
 
 
 def _watch_steps(num_ranks: int) -> None:
-    """Have memory for the first report of a state touched after the first steps, at most this rank's share of what is free."""
+    """Have memory touched after the first steps for the first report of a state, at most this rank's share of the free one."""
     from prefect_torch.ckpt.state.expected_size import watch_steps  # noqa: PLC0415 - torch is imported by now
 
     watch_steps(lambda: available_bytes() // num_ranks)
@@ -140,7 +140,7 @@ def _one_line(exc: BaseException) -> str:
 
 
 def _dump_value(value: Any) -> bytes | None:
-    """Return a return value, pickled; of a dict, without the items that cannot be, beside which there are metrics."""
+    """Return a return value, pickled; a dict without the items that cannot be pickled, so that its metrics are kept."""
     try:
         return dump_on_cpu(value)
     except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
@@ -148,7 +148,7 @@ def _dump_value(value: Any) -> bytes | None:
         lost = (
             f"{', '.join(str(name) for name in value if name not in held)} of the return value" if held else "the return value"
         )
-        with suppress(Exception):  # as for `flush_output`
+        with suppress(Exception):  # the stream may be closed or replaced
             print(f"{lost} is dropped, since it cannot be pickled: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
         return dump_on_cpu(held) if held else None
 
@@ -156,6 +156,6 @@ def _dump_value(value: Any) -> bytes | None:
 def _pickles(value: Any) -> bool:
     try:
         dump_on_cpu(value)
-    except Exception:  # noqa: BLE001 - of which kind, the value decides
+    except Exception:  # noqa: BLE001 - the value determines the type
         return False
     return True

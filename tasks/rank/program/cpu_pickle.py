@@ -1,4 +1,4 @@
-"""Pickles of what a rank hands to the flow's process, which must not touch a GPU: a tensor there would keep a context on it."""
+"""Pickles that a rank hands to the flow's process, which must not touch a GPU: a tensor on it would keep a context there."""
 
 import io
 import sys
@@ -20,7 +20,7 @@ class _Pickler(CodePickler):
         if torch is not None:
             if type(obj) is torch.Tensor and _is_elsewhere(obj):
                 return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(self.proto)
-            # A parameter, or another subclass, brings its tensor or the storage of that here in turn.
+            # The tensor of a parameter or another subclass, or the tensor's storage, is pickled here in turn.
             if type(obj) is torch.TypedStorage and _is_elsewhere(untyped := obj._untyped_storage):  # noqa: SLF001 - else it warns
                 on_cpu = torch.TypedStorage(wrap_storage=untyped.cpu(), dtype=obj.dtype, _internal=True)
                 return on_cpu.__reduce_ex__(self.proto)

@@ -1,4 +1,4 @@
-"""The store of the process groups of ranks on several machines, which rank 0 serves and holds."""
+"""The store of the process groups of ranks on several machines, which rank 0 serves."""
 
 import os
 import time
@@ -14,9 +14,9 @@ _POLL_S = 0.02
 
 
 class GroupStore:
-    """The store of the process groups, of which rank 0 serves one end.
+    """One end of the store of the process groups, which rank 0 serves.
 
-    Not the leader's: it is in the way of no collective, and MASTER_ADDR must be the machine of rank 0.
+    It is not the leader's store: collectives must not depend on the leader, and MASTER_ADDR must be the machine of rank 0.
 
     Attributes:
         key_value: This rank's end.
@@ -28,7 +28,7 @@ class GroupStore:
 
     @classmethod
     def open(cls, spec: RankSpec) -> "GroupStore | None":
-        """Serve the store on rank 0, connect to it on others, and set MASTER_PORT; None where the leader serves it.
+        """Serve the store on rank 0, connect to it on others, and set MASTER_PORT; return None where the leader serves it.
 
         Raises:
             TimeoutError: If rank 0 does not serve it in time.

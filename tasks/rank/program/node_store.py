@@ -19,7 +19,7 @@ def open_node(spec: RankSpec, of_all: TcpKeyValue) -> Node | None:
 
     Args:
         spec: The rank.
-        of_all: The store of all ranks, where the first rank tells the others its port.
+        of_all: The store of all ranks, where the first rank publishes its port.
 
     Raises:
         TimeoutError: If the first rank does not serve it in time.

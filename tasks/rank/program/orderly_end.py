@@ -1,4 +1,4 @@
-"""What Python does at the end of a program, within a limit; the result of the rank is with its supervisor by then."""
+"""Python's own steps at the end of a program, within a time limit; the supervisor has the rank's result by then."""
 
 import atexit
 import faulthandler
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 LONGEST_S = 10.0
-_OF_NATIVE_CODE_S = 2.0  # longer: code that never lets another thread run
+_OF_NATIVE_CODE_S = 2.0  # longer, for code that never lets another thread run
 
 
 def end_in_order(clean_up: Callable[[], None]) -> None:
-    """Join threads and run what is registered with `atexit`, as loggers do that send the rest then.
+    """Join threads and run the callbacks of `atexit`, with which loggers send their last records.
 
-    The process is ended if that hangs. Costs a new thread, and what the function has left to do.
+    The process is ended if that hangs. Costs a new thread, and the time of the threads and callbacks.
 
     Args:
         clean_up: Called before the process is ended after ten seconds.
@@ -32,7 +32,7 @@ def end_in_order(clean_up: Callable[[], None]) -> None:
     for end in (_leave_out_what_is_torchs, threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
         with suppress(BaseException):
             end()
-    limit.cancel()  # that of `faulthandler` stays for what comes
+    limit.cancel()  # the limit of `faulthandler` stays for the rest of the exit
 
 
 def _end_at_once(clean_up: Callable[[], None]) -> None:
@@ -47,9 +47,9 @@ def _end_at_once(clean_up: Callable[[], None]) -> None:
 
 
 def _leave_out_what_is_torchs() -> None:
-    """Take back what only costs time in a process that ends: 30 ms of a core to unregister all of torch's operators.
+    """Cancel torch's own steps, which only cost time in a process that ends: 30 ms of a core to unregister all operators.
 
-    Older versions also wait five seconds for each worker of a data loader that is still there, which the guard ends.
+    Older versions also wait five seconds for each running worker of a data loader, which the guard ends.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001 - there is no other list
         if (found := finalizer.peek()) is not None and getattr(found[1], "__module__", None) == "torch.library":

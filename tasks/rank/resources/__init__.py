@@ -1,1 +1,1 @@
-"""What a rank computes on: its accelerator, its share of the CPUs, and the kernel's limits on memory."""
+"""The resources of a rank: its accelerator, its share of the CPUs, and the kernel's limits on memory."""

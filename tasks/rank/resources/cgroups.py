@@ -1,4 +1,4 @@
-"""The control groups of this process, in which the kernel counts and limits what it uses."""
+"""The control groups of this process, in which the kernel counts and limits its resources."""
 
 import os
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ def count_cpus(proc: Path = _PROC) -> int:
 
 
 def default_threads(local_world_size: int) -> dict[str, str]:
-    """Return the variable that gives each of so many ranks on this machine its share of the CPUs.
+    """Return the variable that gives each of the ranks on this machine its share of the CPUs.
 
     By default every rank computes with as many threads as there are cores, all ranks together with far more.
     """
@@ -33,8 +33,8 @@ def default_threads(local_world_size: int) -> dict[str, str]:
 def stay_near(devices: Sequence[str], own: int, sys: Path = _SYS) -> str | None:
     """Let this process run only on the CPUs of the NUMA node of its device, where its memory is then allocated, too.
 
-    Does nothing if the CPUs of this process are restricted already, or if those beside the training's devices are not all of
-    the machine: no CPU is to stay idle.
+    Does nothing if the CPUs of this process are restricted already, or if the CPUs beside the training's devices are not all
+    CPUs of the machine: none is to stay idle.
 
     Args:
         devices: The PCI addresses of the training's devices on this machine, such as "0000:17:00.0".
@@ -48,7 +48,7 @@ def stay_near(devices: Sequence[str], own: int, sys: Path = _SYS) -> str | None:
     try:
         online = _numbers((sys / "devices/system/cpu/online").read_text())
         listed = [_cpus_beside(device, sys) for device in devices]
-    except OSError:  # not Linux, or node -1: the machine has one, or does not say which
+    except OSError:  # not Linux, or node -1: the machine has one node, or does not report which
         return None
     near = _numbers(listed[own])
     if not near < online or set().union(*map(_numbers, listed)) != online or os.sched_getaffinity(0) != online:
@@ -65,7 +65,7 @@ def _cpus_beside(device: str, sys: Path) -> str:
 
 
 def _limits(proc: Path) -> Iterator[float]:
-    """Yield how many CPUs each cgroup that has a limit allows, those above it included."""
+    """Yield how many CPUs each cgroup of this process and each of its parents allows, if it has a limit."""
     for version, folder in cgroup_folders("cpu", proc):
         for place in (folder, *folder.parents):
             try:
@@ -74,7 +74,7 @@ def _limits(proc: Path) -> Iterator[float]:
                 else:
                     quota = (place / "cpu.cfs_quota_us").read_text().strip()
                     period = (place / "cpu.cfs_period_us").read_text().strip()
-            except OSError:  # the root has none, nor has what is above the mount
+            except OSError:  # the root and directories above the mount have none
                 continue
             if quota not in {"max", "-1"}:
                 yield int(quota) / int(period)

@@ -1,6 +1,6 @@
 """The accelerators that torch finds on this machine, and the one that a rank computes on.
 
-Most are GPUs, and are called so. Nothing here names CUDA: torch's module of the device type answers.
+Most are GPUs, and are called so. Nothing here is specific to CUDA: torch's module of the device type is used.
 """
 
 import json
@@ -34,7 +34,7 @@ def gpu_type() -> str | None:
 
 def print_gpus() -> None:
     """Print the GPUs that this process may use, as JSON: their type, whether they are ROCm's, and each one's UUID and name."""
-    import torch  # noqa: PLC0415 - in a process of its own
+    import torch  # noqa: PLC0415 - in a separate process
 
     kind = gpu_type()
     gpus = []
@@ -68,7 +68,7 @@ def take_device(local_rank: int) -> "torch.device":
 
 
 def is_memory_held_by_others() -> bool:
-    """Return whether other processes hold memory of this rank's GPU, such as an attempt that the driver still cleans up."""
+    """Return whether other processes hold memory of this rank's GPU, such as killed ones that the driver still cleans up."""
     import torch  # noqa: PLC0415 - imported by now
 
     kind = gpu_type()

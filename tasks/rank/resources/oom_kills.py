@@ -9,7 +9,7 @@ _PROC = Path("/proc")
 
 
 class OomKills:
-    """The kills for lack of memory from now on."""
+    """The kills for lack of memory since this object was made."""
 
     def __init__(self) -> None:
         self._before = count_oom_kills()
@@ -23,8 +23,8 @@ class OomKills:
 def count_oom_kills(proc: Path = _PROC) -> int | None:
     """Return how many processes of this one's memory cgroup the kernel has killed for lack of memory.
 
-    Without a cgroup that counts, those of the whole machine; None without either, as outside of Linux. The kernel counts before
-    it kills, so the count has grown by the time the exit is seen.
+    Without a cgroup that counts, return those of the whole machine; None if no count is available, as outside of Linux. The
+    kernel counts before it kills, so the count has grown by the time the exit is seen.
 
     Args:
         proc: The directory in which the kernel describes processes.

@@ -2,10 +2,10 @@
 
     python -u -c ... <this module> <control socket> <where torch is imported from> [without-compiler]
 
-Once its imports are done it sends READY, or nothing and exits where a fork would not be safe. Then each message with
-`Descriptors` of a rank, its working directory, and what its guard keeps open, is answered with FORKED, or with REFUSED where
-the rank has to be started in another way. The first bytes of the rank's input are its environment. It has one thread, and
-imports nothing of the user. While it has nothing to do, it imports torch's compiler, as a rank's first optimizer does.
+Once its imports are done, it sends READY; where a fork would not be safe, it exits instead. Each message carries the
+`Descriptors` of a rank, its working directory, and the descriptors that its guard keeps open. The answer is FORKED, or REFUSED
+if the rank has to be started in another way. The first bytes of the rank's input are its environment. The process has one
+thread, and imports no code of the user. While it is idle, it imports torch's compiler, as a rank's first optimizer does.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ class Descriptors(NamedTuple):
     Attributes:
         stdin: The pipe from which it reads its environment (`environment_header`) and its input.
         output: The pipe for its output.
-        lifeline: As of `guard`.
-        status: As of `guard`.
+        lifeline: The lifeline of `guard`.
+        status: The status pipe of `guard`.
         result: The pipe for its result.
 
     """
@@ -80,14 +80,14 @@ def main() -> None:
 
 
 def import_for_ranks() -> Callable[[], None]:
-    """Import what a rank imports before it calls the user's function, and what that is likely to; return the rank's program."""
-    import prefect_torch.ckpt.state.loading.load  # noqa: PLC0415 - torch, which the client of this module does without
-    import prefect_torch.ckpt.state.save  # noqa: PLC0415 - same
-    import prefect_torch.ckpt.storage.opening  # noqa: F401, PLC0415 - same
-    import torch.distributed  # noqa: PLC0415 - same
-    import torch.nn.parallel  # noqa: PLC0415 - same
-    import torch.optim  # noqa: F401, PLC0415 - same
-    from prefect_torch.tasks.rank.main import main as run_rank  # noqa: PLC0415 - same
+    """Import the modules that a rank needs before the user's function, and probably in it; return the rank's program."""
+    import prefect_torch.ckpt.state.loading.load  # noqa: PLC0415 - imports torch; the client of this module must not
+    import prefect_torch.ckpt.state.save  # noqa: PLC0415 - imports torch
+    import prefect_torch.ckpt.storage.opening  # noqa: F401, PLC0415 - imports torch
+    import torch.distributed  # noqa: PLC0415 - imports torch
+    import torch.nn.parallel  # noqa: PLC0415 - imports torch
+    import torch.optim  # noqa: F401, PLC0415 - imports torch
+    from prefect_torch.tasks.rank.main import main as run_rank  # noqa: PLC0415 - imports torch
 
     return run_rank
 
@@ -99,8 +99,8 @@ def _freeze() -> None:
 
 
 def _import_compiler(control: socket.socket) -> None:
-    """Import torch's compiler, without which no optimizer is made; where a fork is not safe with it, start again without it."""
-    gc.disable()  # as above
+    """Import torch's compiler, which every optimizer needs; if a fork is not safe with it, restart this process without it."""
+    gc.disable()  # imports leave little garbage
     import torch._dynamo  # noqa: F401, PLC0415 - it takes longer than the rest of torch
 
     if find_danger() is not None:
@@ -113,7 +113,7 @@ def _import_compiler(control: socket.socket) -> None:
 def find_danger() -> str | None:
     """Return why a process forked from this one would be broken; None if it would not.
 
-    A thread of a library is missing in it, and a driver's connection to a device is shared. Threads that end before each fork,
+    A fork lacks the threads of libraries, and shares a driver's connection to a device. Threads that end before each fork,
     as those of OpenBLAS do, are no danger: a first fork ends them.
     """
     if (pid := os.fork()) == 0:
@@ -182,7 +182,7 @@ def _start_rank(ends: Descriptors, folder: int, *held: int) -> int:
     if (pid := os.fork()) == 0:
         os.setsid()
         guard.prepare_command()
-        if os.getppid() != guard_pid:  # it was killed before the kernel knew that this process dies with it
+        if os.getppid() != guard_pid:  # the guard was killed before `prepare_command` tied this process to it
             os._exit(1)
         for descriptor in (ends.lifeline, ends.status, *held):
             os.close(descriptor)
@@ -221,7 +221,7 @@ def _read(length: int) -> bytes:
 
 
 def _be_fresh() -> None:
-    """Give this process what a new interpreter has for itself: handlers of signals, random numbers, a name."""
+    """Give this process its own signal handlers, random numbers and title, as a new interpreter has them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # `random` seeds itself after a fork. A new process seeds the generators of GPUs with a constant, so they stay as they are.
     sys.modules["torch"].default_generator.seed()

@@ -23,8 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _ZOMBIE = "Z"
 _PAUSE_S = 0.01
 _PENDING_S, _LOOK_S = 1.0, 0.001
-# Helpers of torch and of Python that remove the shared memory of processes that are gone; each ends once all of these are. And
-# Slurm's srun, which gives its allocation back when the agents have ended, as they do without their leader, and scancel.
+# Helpers of torch and of Python that remove the shared memory of other processes, and end once all of these are gone; scancel;
+# and Slurm's srun, which releases its allocation when the agents have ended, as they do without their leader.
 _CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker", b"srun\0", b"scancel")
 _CLEAN_UP_S = 1.0
 _NEVER_S = float("inf")
@@ -33,26 +33,26 @@ _SLURM_STEP = "SLURM_STEP_ID"
 
 def main(lifeline: int, status: int, passed: int, command: list[str]) -> None:
     """Run `command` until it or the supervisor exits."""
-    import subprocess  # noqa: PLC0415 - a guard that adopts its child does without
+    import subprocess  # noqa: PLC0415 - not needed to adopt a child
 
     prepare_guard()
     with subprocess.Popen(
         command,
         pass_fds=[passed],
         start_new_session=True,
-        preexec_fn=prepare_command,  # noqa: PLW1509 - this process has one thread yet
+        preexec_fn=prepare_command,  # noqa: PLW1509 - this process still has one thread
     ) as child:
         os.close(passed)
         _guard(lifeline, status, _Child(child.pid))
 
 
 def adopt(lifeline: int, status: int, pid: int) -> None:
-    """Wait until the child `pid` or the supervisor exits; before it was forked, `prepare_guard` was called."""
+    """Wait until the child `pid` or the supervisor exits; `prepare_guard` must have been called before the fork."""
     _guard(lifeline, status, _Child(pid))
 
 
 def prepare_guard() -> None:
-    """Ignore what is meant for the command, and inherit its descendants."""
+    """Ignore signals that are meant for the command, and inherit its orphaned descendants."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command handles a signal to the whole group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned descendants become children, where `_kill_descendants` finds them
@@ -69,14 +69,14 @@ def outlast_sigterm() -> None:
     """Let this process, a rank, outlast one SIGTERM; the next one ends it. Processes that it starts end by the first.
 
     systemd sends it to all processes of a unit at once, also to ranks that have the grace of the flow for a last checkpoint.
-    By a handler in C, since one of Python would have to wait for native code, and SIG_IGN would be inherited by every program.
+    The handler is in C, since one of Python would have to wait for native code, and every program would inherit SIG_IGN.
 
     In a step of Slurm, it outlasts those that follow, too: at a time limit, Slurm sends two, some hundredths of a second apart.
-    There, the first one itself makes the process ignore the others, and what it starts from then on.
+    There, the first one makes the process, and processes that it starts from then on, ignore the others.
     """
     if sys.platform != "linux":
         return
-    import ctypes  # noqa: PLC0415 - no guard needs it for this
+    import ctypes  # noqa: PLC0415 - only ranks need it here
 
     libc = ctypes.CDLL(None)
     if _SLURM_STEP in os.environ and hasattr(libc, "sigignore"):
@@ -124,13 +124,13 @@ class _Child:
                 os.kill(self._pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM, and another one if the process had a handler for the first alone; SIGKILL if it ignores them since.
+        """Send SIGTERM; then another one if the process handled only the first, or SIGKILL if it ignores the others.
 
-        Both as `outlast_sigterm` has it.
+        `outlast_sigterm` makes a rank do either.
         """
         self.send_signal(signal.SIGTERM)
         until_s = time.monotonic() + _PENDING_S
-        # Looked at right away, since a handler of the function may take itself away later.
+        # Checked immediately, since a handler of the function may remove itself later.
         is_pending, is_caught, is_ignored = True, True, False
         while is_pending and time.monotonic() < until_s:
             is_pending, is_caught, is_ignored = _sigterm_of(self._pid)
@@ -174,7 +174,7 @@ def _sigterm_of(pid: int) -> tuple[bool, bool, bool]:
 def _kill_descendants() -> None:
     """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`).
 
-    Those that clean up behind the others have a second for it.
+    Helpers that clean up after the others have a second for it.
     """
     refused: set[int] = set()
     spares_until_s = _NEVER_S
@@ -182,7 +182,7 @@ def _kill_descendants() -> None:
         import contextlib  # noqa: PLC0415 - most commands leave no process
 
         left = {pid: state for pid, state in _descendants().items() if pid not in refused}
-        if refused and set(left.values()) <= {_ZOMBIE}:  # whose parent goes on
+        if refused and set(left.values()) <= {_ZOMBIE}:  # their parents keep running
             _tell_of(refused)
             return
         spared = {pid for pid in left if _cleans_up(pid)} if time.monotonic() < spares_until_s else set()
@@ -203,8 +203,8 @@ def _kill_descendants() -> None:
 
 
 def _cleans_up(pid: int) -> bool:
-    import contextlib  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
+    import contextlib  # noqa: PLC0415 - most commands leave no process
+    from pathlib import Path  # noqa: PLC0415 - most commands leave no process
 
     with contextlib.suppress(OSError):
         line = Path("/proc", str(pid), "cmdline").read_bytes()
@@ -213,8 +213,8 @@ def _cleans_up(pid: int) -> bool:
 
 
 def _tell_of(refused: set[int]) -> None:
-    import contextlib  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
+    import contextlib  # noqa: PLC0415 - most commands leave no process
+    from pathlib import Path  # noqa: PLC0415 - most commands leave no process
 
     names = []
     for pid in sorted(refused):
@@ -234,9 +234,9 @@ def _has_children() -> bool:
 
 
 def _descendants() -> dict[int, str]:
-    """Return the state of each."""
-    import contextlib  # noqa: PLC0415 - as above
-    from pathlib import Path  # noqa: PLC0415 - as above
+    """Return the state of each descendant by its id."""
+    import contextlib  # noqa: PLC0415 - most commands leave no process
+    from pathlib import Path  # noqa: PLC0415 - most commands leave no process
 
     known = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):

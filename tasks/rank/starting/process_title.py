@@ -8,7 +8,7 @@ def set_process_title(title: str) -> None:
     """Let `ps` show `title`, cut to the length of the command with which the process was started; without effect beyond Linux.
 
     Overwrites the arguments in place, as PostgreSQL does: the kernel shows text up to the first null byte if the last byte of
-    the arguments is none (https://github.com/torvalds/linux/blob/v6.6/fs/proc/base.c, get_mm_cmdline).
+    the arguments is not null (https://github.com/torvalds/linux/blob/v6.6/fs/proc/base.c, get_mm_cmdline).
     """
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()

@@ -16,7 +16,7 @@ def dump(value: object) -> bytes:
     """Return `value` pickled, with functions and classes that cannot be imported by value.
 
     Raises:
-        Exception: If a part of it cannot be pickled; of which kind, that part decides.
+        Exception: If a part of it cannot be pickled; that part determines the type.
 
     """
     buffer = io.BytesIO()
@@ -25,7 +25,7 @@ def dump(value: object) -> bytes:
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """As cloudpickle's, and a function keeps the file in which it was written, or its lines if it is a notebook's cell."""
+    """cloudpickle's, but a function keeps the file in which it was written, or its lines if it is a notebook's cell."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how `obj` is pickled, for the protocol of pickle."""

@@ -96,7 +96,7 @@ def unpack_function(packed: PackedFunction) -> tuple[TrainFunction, dict[str, An
 
     Raises:
         ValueError: If the module has no such function.
-        TypeError: If it is none that a rank can call.
+        TypeError: If it is not a function that a rank can call.
 
     """
     _unpacking.append(packed.name)

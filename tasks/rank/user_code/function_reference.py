@@ -1,4 +1,4 @@
-"""A training function by its name: what a rank can call, checked without an import, and imported in a rank."""
+"""References to training functions by name: checked without an import, and imported in a rank."""
 
 import importlib.util
 import inspect
@@ -22,7 +22,7 @@ _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
 
 
 def check_reference(reference: str, parameter: str = "train_fn") -> str:
-    """Return `reference` with an absolute path instead of a file's; nothing is imported.
+    """Return `reference`, with the path of a file made absolute; nothing is imported.
 
     Args:
         reference: "module:function" or "path/to/file.py:function".
@@ -84,7 +84,7 @@ def reference_to(function: str | TrainFunction) -> str:
 
     Raises:
         ValueError: If only this process has the function.
-        TypeError: If it is none that a rank can call.
+        TypeError: If it is not a function that a rank can call.
 
     """
     if isinstance(function, str):
@@ -108,7 +108,7 @@ def import_function(reference: str, *, evaluates: bool = False) -> TrainFunction
 
     Raises:
         ValueError: If the module has no such function.
-        TypeError: If it is none that a rank can call.
+        TypeError: If it is not a function that a rank can call.
 
     """
     place, _, name = reference.rpartition(":")
@@ -121,12 +121,12 @@ def import_function(reference: str, *, evaluates: bool = False) -> TrainFunction
         raise
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"function {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - as for any other
+        raise ValueError(f"function {reference!r}: {place} has no function {name!r}")  # noqa: TRY004 - the reference is wrong
     return check_signature(function, evaluates=evaluates)
 
 
 def _module_of(path: Path) -> str:
-    """Return the name by which the file is imported as a part of its package, from the directory that contains that."""
+    """Return the name by which the file is imported as a part of its package, from the directory that contains the package."""
     package = path.parent
     while (package.parent / "__init__.py").is_file():
         package = package.parent

@@ -4,7 +4,7 @@ from importlib.machinery import PathFinder
 
 
 def check_is_package(name: str) -> None:
-    """Raise if a file is found where the package `name` would be imported; not if neither is. Imports nothing.
+    """Raise if a file would be imported instead of the package `name`, but not if neither exists. Imports nothing.
 
     Raises:
         ImportError: Naming the file.

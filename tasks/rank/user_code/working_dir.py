@@ -29,7 +29,7 @@ _PERMISSIONS = 0o777
 def enter_paths(function: PackedFunction, *, is_elsewhere: bool) -> None:
     """Take the working directory and the search path of the flow's process; on another machine, as far as they exist there.
 
-    Another machine has its own environment of Python, which comes first there.
+    Another machine has its own Python environment, which comes first there.
     """
     if not is_elsewhere:
         os.chdir(function.cwd)
@@ -61,7 +61,7 @@ class StoredDirectory:
 
 @contextmanager
 def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iterator[Path]:
-    """Yield a directory with the files of the archive, which stays at least as long as a process of this machine is in here.
+    """Yield a directory with the files of the archive, which is kept while any process of this machine is in this context.
 
     The first rank of a machine downloads and unpacks it, and the others wait for that.
 
@@ -72,7 +72,7 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
 
     Raises:
         CheckpointCorruptError: If the stored archive is another one.
-        OSError: Without room for it below TMPDIR, which the error names.
+        OSError: If there is no space for it below TMPDIR, which the error names.
 
     """
     stored = Run.open(storage, run)
@@ -120,7 +120,7 @@ def within(function: PackedFunction, root: str, copy: Path) -> PackedFunction:
 
 @contextmanager
 def _full_disk_explained(path: Path) -> Iterator[None]:
-    """Say in the error of a full disk what is written where: that of a write names neither."""
+    """Add to the error of a full disk what is written where: the error of a write names neither."""
     try:
         yield
     except OSError as exc:

@@ -226,7 +226,7 @@ def test_a_training_at_a_terminal_is_shown_and_ctrl_c_leaves_the_terminal_in_ord
         process.wait()
         terminal.hang_up()
     assert re.search(r"digits  step \d+  \d+ reports", terminal.text()), terminal.text()
-    assert "press Ctrl-C again to end at once" in terminal.text()
+    assert "press Ctrl-C again to end immediately" in terminal.text()
     (outcome,) = read_outcomes(CheckpointStore.open(tmp_path, "digits"))
     assert_ranks_ended(outcome.flow_run_id, rank_0="Completed")  # by itself, with its last checkpoint
     newest = Result.from_storage(tmp_path, "digits").checkpoint.id

@@ -73,7 +73,7 @@ def test_an_agent_that_does_not_reach_the_leader_names_the_setting(capsys, monke
     """As on machines without a default route, whose flow waits at 127.0.0.1."""
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
     assert agent.main([f"127.0.0.1:{free_port()}"]) == 1
-    assert "Connection refused; the cluster's leader_address is to be one by which " in capsys.readouterr().err
+    assert "Connection refused; set the cluster's leader_address to one by which " in capsys.readouterr().err
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
     monkeypatch.setattr(agent, "greet_leader", hung_up)
     with socket.create_server(("127.0.0.1", 0)) as other:
