@@ -312,10 +312,10 @@ class Checkpoint:
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the user's metadata: before a report it is committed with the files, afterwards stored beside them.
 
-        Only committed metadata has a digest, which reveals a later change of the stored bytes.
+        A digest reveals a later change of the stored bytes: the committed metadata is then returned instead, with a warning.
 
         Raises:
-            ValueError: If JSON cannot represent it.
+            ValueError: If JSON cannot represent it, or it has the key "prefect-torch.digest".
             CheckpointNotFoundError: If the checkpoint was pruned.
 
         """
@@ -327,7 +327,7 @@ class Checkpoint:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
         if self.store is not None:
             self.store.check_exists(self.manifest.id)
-            self.store.put_json(self.store.layout.metadata(self.manifest.id), plain)
+            self.store.put_metadata(self.manifest.id, plain)
         else:
             (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
 

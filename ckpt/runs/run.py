@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHOWN = 300
+_METADATA_DIGEST = "prefect-torch.digest"  # a key beside the user's own
 _logger = logging.getLogger(__name__)
 
 
@@ -277,9 +278,22 @@ class Run:
         return pinned_among(self.keys(self.layout.pins))
 
     def metadata(self, manifest: Manifest) -> dict[str, Any]:
-        """Return the user's metadata: the value set last, or the committed one."""
-        changed = self.get_json(self.layout.metadata(manifest.id))
+        """Return the user's metadata: the value set last, or the committed one; with a warning, if the former is damaged."""
+        key, what = self.layout.metadata(manifest.id), "the metadata of a checkpoint"
+        where = self._location_of(key)
+        changed = self._read_small(key, what, lambda found: check_digest(found, where, what, _METADATA_DIGEST))
         return dict(manifest.metadata) if changed is None else changed
+
+    def put_metadata(self, checkpoint_id: str, metadata: Mapping[str, Any]) -> None:
+        """Store the user's metadata beside a committed checkpoint, with a digest.
+
+        Raises:
+            ValueError: If it has the digest's own key.
+
+        """
+        if _METADATA_DIGEST in metadata:
+            raise ValueError(f"metadata must not have the key {_METADATA_DIGEST!r}, which is reserved for its digest")
+        self.put_json(self.layout.metadata(checkpoint_id), with_digest(metadata, _METADATA_DIGEST))
 
     def get_json(self, key: str) -> dict[str, Any] | None:
         """Return a small JSON object; None if it does not exist, or with a warning if it is no JSON object."""

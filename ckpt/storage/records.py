@@ -22,7 +22,7 @@ MAX_GIVEN_DEPTH = 100  # of a user's value: the record around it is deeper
 _BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
 _DIGEST_SIZE = 32
 _SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
-_DIGEST_FIELD = "digest"
+DIGEST_FIELD = "digest"
 _LARGE_BYTES = 2**20
 _OBJECT = re.compile(rb"\s*\{")
 _SHOWN = 80
@@ -144,26 +144,30 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
     raise MalformedRecordError(f"{where} is not {what}: it has no body that matches its digest")
 
 
-def with_digest(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `record` with a digest among its fields, for `check_digest`; older versions read it as before."""
-    return {**record, _DIGEST_FIELD: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become strings
+def with_digest(record: Mapping[str, Any], field: str = DIGEST_FIELD) -> dict[str, Any]:
+    """Return `record` with a digest in `field`, for `check_digest`; older versions read it as before."""
+    return {**record, field: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become strings
 
 
-def check_digest(record: Mapping[str, Any], where: str, what: str) -> None:
-    """Compare a record with the digest from `with_digest`; do nothing for a record without one, which an older version wrote.
+def check_digest(record: Mapping[str, Any], where: str, what: str, field: str = DIGEST_FIELD) -> dict[str, Any]:
+    """Compare a record with the digest from `with_digest`, and return its other fields.
+
+    A record without a digest is returned as it is: an older version wrote it.
 
     Args:
         record: A dict that `parse` returned.
         where: The key of the object, for the error.
         what: A description of the expected record, with its article, for the error.
+        field: The field of the digest.
 
     Raises:
         MalformedRecordError: If any field differs.
 
     """
-    fields = {name: value for name, value in record.items() if name != _DIGEST_FIELD}
-    if len(fields) < len(record) and record[_DIGEST_FIELD] != _sorted_digest(fields):
+    fields = {name: value for name, value in record.items() if name != field}
+    if len(fields) < len(record) and record[field] != _sorted_digest(fields):
         raise MalformedRecordError(f"{where} is not {what}: it does not match its own digest")
+    return fields
 
 
 def unseal_all(lines: Iterable[bytes]) -> list[dict[str, Any]] | None:

@@ -214,9 +214,12 @@ def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tm
     with pytest.raises(CheckpointNotFoundError, match="is being pruned at this moment"):
         store.pin(first.id)
     assert store.pinned() == frozenset()
-    store.storage.put_bytes(mark, b"torn{")  # it may be any
-    with pytest.raises(CheckpointNotFoundError, match="is being pruned"):
-        store.pin(first.id)
+    store.put_record(mark, {"checkpoints": [first.id]})
+    changed = store.storage.get_bytes(mark).replace(first.id[-4:].encode(), b"0000")
+    for damaged in (b"torn{", changed):  # it may be any
+        store.storage.put_bytes(mark, damaged)
+        with pytest.raises(CheckpointNotFoundError, match="is being pruned"):
+            store.pin(first.id)
 
 
 def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.layout import stem
@@ -23,6 +24,13 @@ from prefect_torch.ckpt.text import utc_now
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
 _RENEW_S = STALE_S / 6
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The part of a mark that other processes need: the ids of the checkpoints to delete."""
+
+    checkpoints: list[str]
 
 
 class DeletionMark:
@@ -50,7 +58,7 @@ class DeletionMark:
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
         old, token, now_s, at_s = self._token, secrets.token_hex(8), time.monotonic(), time.time()
-        self._run.put_json(self._run.layout.deletion(token), {"checkpoints": self._ids, "marked_at": utc_now()})
+        self._run.put_record(self._run.layout.deletion(token), {"checkpoints": self._ids, "marked_at": utc_now()})
         self._token, self._put_s, self._put_at_s = token, now_s, at_s
         self._run.put_json(self._run.layout.pins_witness(token), {})
         if old is not None:
@@ -132,8 +140,8 @@ def remove_stale_marks(run: Run, now_s: float) -> None:
 
 
 def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:
-    """Return the ids of a mark: none if it was removed since, `unreadable` if it is torn, as it may hold any id."""
+    """Return the ids of a mark: none if it was removed since, `unreadable` if it is damaged, as it may hold any id."""
     if find_size(run.storage, key) is None:
         return ()
-    found = (run.get_json(key) or {}).get("checkpoints")
-    return found if isinstance(found, list) else unreadable
+    found = run.get_record(_Mark, key, "the mark of a deletion")
+    return unreadable if found is None else found.checkpoints

@@ -639,6 +639,24 @@ def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, t
     assert store.checkpoint(store.list()[0]).get_metadata() == {"author": "me", "note": "good"}
 
 
+def test_metadata_with_one_changed_bit_is_not_believed(store, tmp_path, caplog):
+    checkpoint = folder(tmp_path / "c", model="x")
+    checkpoint.set_metadata({"author": "me"})
+    Attempt(store).session().report({}, checkpoint)
+    stored = store.checkpoint(store.list()[0])
+    stored.set_metadata({"digest": "mine", "epoch": 4})
+    assert stored.get_metadata() == {"digest": "mine", "epoch": 4}
+    key = store.layout.metadata(store.list()[0].id)
+    data = store.storage.get_bytes(key)
+    store.storage.put_bytes(key, data.replace(b'"epoch": 4', b'"epoch": 5'))
+    assert stored.get_metadata() == {"author": "me"}
+    assert f"{key} is not the metadata of a checkpoint: it does not match its own digest" in caplog.text
+    store.put_json(key, {"epoch": 4})  # as version 0.1 did
+    assert stored.get_metadata() == {"epoch": 4}
+    with pytest.raises(ValueError, match=r"the key 'prefect-torch\.digest', which is reserved"):
+        stored.set_metadata({"prefect-torch.digest": "0" * 32})
+
+
 def test_an_async_report_takes_the_metadata_with_the_files(store, tmp_path):
     def train_fn(session, rank):
         for author in ("me", None):

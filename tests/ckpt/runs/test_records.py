@@ -98,7 +98,7 @@ def test_what_is_written_is_byte_for_byte_what_version_0_1_wrote(store):
     for manifest in store.list():
         mirror.storage.put_bytes(mirror.layout.manifest(manifest.id), manifest.encode())
     mirror.hint_latest(THIRD)
-    mirror.put_json(mirror.layout.metadata(SECOND), store.metadata(store.get(SECOND)))
+    mirror.put_metadata(SECOND, store.metadata(store.get(SECOND)))
     evaluation = store.layout.evaluation(FIRST, "eval")
     mirror.storage.put_bytes(evaluation, seal(unseal(store.storage.get_bytes(evaluation), "here", "an evaluation")))
     key = store.layout.data(THIRD, ".state.json")
@@ -106,7 +106,8 @@ def test_what_is_written_is_byte_for_byte_what_version_0_1_wrote(store):
     mirror.storage.put_bytes(key, StateIndex.decode(store.storage.get_bytes(key), "here", files).encode())
     written = {STORED / info.key: mirror.storage.get_bytes(info.key) for info in mirror.storage.list("run/")}
     assert len(written) == 11
-    extended = {path for path in written if path.parent.name in ("attempts", "outcomes")}  # to which fields were added since
+    extended_since = ("attempts", "outcomes", "metadata")
+    extended = {path for path in written if path.parent.name in extended_since}
     assert {path: data for path, data in written.items() if path not in extended} == {
         path: data for path, data in before.items() if path in written.keys() - extended
     }
