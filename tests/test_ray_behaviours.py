@@ -130,14 +130,14 @@ def test_all_ranks_files_are_one_directory(store, tmp_path):
     assert read_files(store.checkpoint(store.latest())) == {"model-0": b"0", "model-1": b"1"}
 
 
-@behaviour("ray.train.report", "takes files of one name that are equal on all workers", verdict="same")
+@behaviour("ray.train.report", "accepts files of one name that are equal on all workers", verdict="same")
 def test_equal_files_of_one_name_are_one_file(store, tmp_path):
     errors = Attempt(store, 2).run(lambda session, rank: session.report({}, folder(tmp_path / str(rank), vocabulary="a b")))
     assert errors == [None, None]
     assert len(store.latest().files) == 1
 
 
-@behaviour("ray.train.report", "takes an empty directory for a checkpoint, and refuses one that does not exist", verdict="same")
+@behaviour("ray.train.report", "accepts an empty directory as a checkpoint, and refuses a missing one", verdict="same")
 def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
     (tmp_path / "empty").mkdir()
     session = Attempt(store).session()
@@ -164,7 +164,7 @@ def test_different_files_of_one_name_are_an_error(store, tmp_path):
     "ray.train.report",
     "names the checkpoint's directory after checkpoint_dir_name, which must be unique",
     verdict="different",
-    reason="ids are made of attempt and step, and never used twice; a name of your own goes into the metadata",
+    reason="ids consist of attempt and step, and are never used twice; a name of your own goes into the metadata",
 )
 def test_a_checkpoint_is_named_by_attempt_and_step(store, tmp_path):
     Attempt(store).session().report({}, folder(tmp_path / "c", model="x"), step=7)
@@ -175,10 +175,10 @@ def test_a_checkpoint_is_named_by_attempt_and_step(store, tmp_path):
 
 @behaviour(
     "ray.train.report",
-    "uploads synchronously unless told otherwise, and returns after the upload",
+    "uploads synchronously by default, and returns after the upload",
     verdict="better",
-    reason="and the manifest is written by then, so that a kill right after the return resumes from this checkpoint; Ray's "
-    "controller learns of it later",
+    reason="the manifest is written by then, too, so that a kill right after the return resumes from this checkpoint; Ray's "
+    "controller records the checkpoint later",
     short="a returned report is durable",
 )
 def test_a_returned_report_is_what_the_next_attempt_restores(store, tmp_path):
@@ -192,7 +192,7 @@ def test_a_returned_report_is_what_the_next_attempt_restores(store, tmp_path):
     "ray.train.report",
     "with upload mode ASYNC returns immediately, so the local directory must live until the upload is done",
     verdict="better",
-    reason="the files are taken over before it returns: a TemporaryDirectory may go",
+    reason="the files are taken over before it returns: a TemporaryDirectory may be deleted",
 )
 def test_an_async_report_takes_the_files_over(store, uploads_may_go_on):
     def train_fn(session, rank):
@@ -209,7 +209,7 @@ def test_an_async_report_takes_the_files_over(store, uploads_may_go_on):
     "ray.train.report",
     "with ASYNC uploads one checkpoint after another, and any number may wait in its queue",
     verdict="better",
-    reason="the next report waits, so that at most `CheckpointConfig.max_in_flight` (1) checkpoints take space",
+    reason="the next report waits, so that at most `CheckpointConfig.max_in_flight` (1) checkpoints take up space",
 )
 def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
     second_returned = threading.Event()
@@ -229,9 +229,9 @@ def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
 
 @behaviour(
     "ray.train.report",
-    "takes another upload mode from each worker",
+    "accepts a different upload mode from each worker",
     verdict="refused",
-    reason="the ranks that bring a checkpoint bring it in one mode, or the report fails on every rank",
+    reason="all ranks with a checkpoint use the same mode, or the report fails on every rank",
 )
 def test_ranks_upload_in_one_way(store, tmp_path):
     def train_fn(session, rank):
@@ -246,7 +246,7 @@ def test_ranks_upload_in_one_way(store, tmp_path):
     "ray.train.report",
     "deletes the local directory after an ASYNC upload, and leaves it after a SYNC one",
     verdict="different",
-    reason="an async report takes the files immediately and leaves the directory, empty, to be used again or deleted",
+    reason="an async report takes the files immediately and leaves the directory empty, to be used again or deleted",
 )
 def test_a_sync_report_leaves_the_folder(store, tmp_path):
     def train_fn(session, rank):
@@ -262,7 +262,7 @@ def test_a_sync_report_leaves_the_folder(store, tmp_path):
     "ray.train.report",
     "ends the training when an ASYNC upload fails",
     verdict="different",
-    reason="the next report raises it, or the end of the function, on every rank, which may catch it and go on",
+    reason="the next report, or the end of the function, raises the failure on every rank, which may catch it and continue",
 )
 def test_a_failed_async_upload_is_raised_by_the_next_report_on_every_rank(store, tmp_path, monkeypatch):
     def no_space(self, key, path):
@@ -281,7 +281,7 @@ def test_a_failed_async_upload_is_raised_by_the_next_report_on_every_rank(store,
     "ray.train.report",
     "with upload mode NO_UPLOAD registers what the user has uploaded",
     verdict="missing",
-    reason="what the report does not store is no checkpoint: its digests would be unknown",
+    reason="files that the report does not store are no checkpoint: their digests would be unknown",
     short="no `NO_UPLOAD`, no `checkpoint_upload_fn`",
 )
 def test_there_is_no_report_without_an_upload(store, tmp_path):
@@ -293,7 +293,7 @@ def test_there_is_no_report_without_an_upload(store, tmp_path):
     "ray.train.report",
     "calls a checkpoint_upload_fn of the user's",
     verdict="missing",
-    reason="as above; a storage of one's own is an fsspec filesystem",
+    reason="as for NO_UPLOAD; for a storage of your own, use an fsspec filesystem",
 )
 def test_there_is_no_upload_function():
     with pytest.raises(TypeError, match="checkpoint_upload_fn"):
@@ -304,7 +304,7 @@ def test_there_is_no_upload_function():
     "ray.train.report",
     "with validation=True starts a validation of the checkpoint",
     verdict="different",
-    reason="`evaluate(…, watch=True)`, a flow of its own, finds new checkpoints by itself, from any machine",
+    reason="`evaluate(…, watch=True)`, a separate flow, finds new checkpoints automatically, from any machine",
 )
 def test_a_report_starts_no_validation():
     with pytest.raises(TypeError, match="validation"):
@@ -325,9 +325,9 @@ def test_tensors_of_one_number_are_numbers(store, tmp_path):
 
 @behaviour(
     "ray.train.report",
-    "wants metrics that can be serialized",
+    "requires metrics that can be serialized",
     verdict="better",
-    reason="numpy's numbers are numbers, and what cannot be is a ValueError in the caller's line; an np.float32 ends Ray's run",
+    reason="numpy's numbers become numbers, other objects are a ValueError in the caller's line; an np.float32 ends Ray's run",
 )
 def test_numpys_numbers_are_numbers(store, tmp_path):
     assert commit(store, tmp_path, {"loss": np.float32(0.5)}).metrics == {"loss": 0.5}
@@ -337,7 +337,7 @@ def test_numpys_numbers_are_numbers(store, tmp_path):
 
 @behaviour(
     "ray.train.report",
-    "does not keep metrics that come without a checkpoint",
+    "does not keep metrics that are reported without a checkpoint",
     verdict="better",
     reason="every report is in the history, the UI and the result",
     short="metrics without a checkpoint are kept",
@@ -350,9 +350,9 @@ def test_metrics_without_a_checkpoint_are_recorded(store):
 
 @behaviour(
     "ray.train.report",
-    "takes lists as metrics",
+    "accepts lists as metrics",
     verdict="refused",
-    reason="numbers, texts and dicts of them; a list is a ValueError in the caller's line",
+    reason="metrics are numbers, strings and dicts of them; a list is a ValueError in the caller's line",
 )
 def test_a_list_is_no_metric(store):
     with pytest.raises(ValueError, match="metric 'losses' is of type list"):
@@ -369,7 +369,7 @@ def test_outside_of_a_training_it_raises(call):
 # ray.train.Checkpoint
 
 
-@behaviour("ray.train.Checkpoint", "from_directory refers to a local directory, of which nothing is read", verdict="same")
+@behaviour("ray.train.Checkpoint", "from_directory refers to a local directory, and reads nothing", verdict="same")
 def test_a_checkpoint_of_a_folder_is_a_reference(tmp_path):
     assert Checkpoint.from_directory(tmp_path / "later").path == str(tmp_path / "later")
 
@@ -393,7 +393,7 @@ def test_a_remote_checkpoint_is_downloaded_for_as_long_as_it_is_read(remote, tmp
     "ray.train.Checkpoint",
     "as_directory downloads once for all processes of a node that hold the same Checkpoint object",
     verdict="better",
-    reason="equal handles share the download, too, wherever they come from",
+    reason="separate but equal handles share the download, too",
 )
 def test_equal_handles_share_one_download(remote, tmp_path, node):
     manifest = commit(remote, tmp_path).manifest
@@ -424,7 +424,7 @@ def test_to_directory_copies(remote, tmp_path):
     "ray.train.Checkpoint",
     "to_directory() without a path gives processes of a node one temporary directory",
     verdict="different",
-    reason="a new one for each call, which is the caller's to change and delete",
+    reason="each call returns a new one, which the caller may change and has to delete",
 )
 def test_to_directory_without_a_path_is_the_callers_own(remote, tmp_path, node):
     checkpoint = commit(remote, tmp_path)
@@ -433,10 +433,10 @@ def test_to_directory_without_a_path_is_the_callers_own(remote, tmp_path, node):
 
 @behaviour(
     "ray.train.Checkpoint",
-    "hands out what is in the directory",
+    "returns the files that are in the directory",
     verdict="better",
-    reason="what differs from what was committed raises, naming the file",
-    short="what is damaged is never handed out",
+    reason="a file that differs from the committed one raises an error that names the file",
+    short="damaged files are never returned",
 )
 def test_a_checkpoint_that_changed_is_never_handed_out(store, tmp_path):
     checkpoint = commit(store, tmp_path)
@@ -445,7 +445,7 @@ def test_a_checkpoint_that_changed_is_never_handed_out(store, tmp_path):
         pass
 
 
-@behaviour("ray.train.Checkpoint", "get_metadata is empty where none was set", verdict="same")
+@behaviour("ray.train.Checkpoint", "get_metadata is empty if none was set", verdict="same")
 def test_there_is_no_metadata_at_first(tmp_path):
     assert folder(tmp_path / "c", model="x").get_metadata() == {}
 
@@ -470,7 +470,7 @@ def test_metadata_is_reported_with_the_files(store, tmp_path):
     assert store.checkpoint(store.latest()).get_metadata() == {"a": 1, "b": 2}
 
 
-@behaviour("ray.train.Checkpoint", "is no path itself", verdict="same")
+@behaviour("ray.train.Checkpoint", "is not itself a path", verdict="same")
 def test_a_checkpoint_is_no_path(tmp_path):
     with pytest.raises(TypeError):
         os.fspath(Checkpoint.from_directory(tmp_path))
@@ -478,10 +478,10 @@ def test_a_checkpoint_is_no_path(tmp_path):
 
 @behaviour(
     "ray.train.Checkpoint",
-    "is made of any URI",
+    "is created from any URI",
     verdict="refused",
-    reason="of a local folder, or the path or URL of a committed checkpoint; another URL is refused, since its files could not "
-    "be verified",
+    reason="it takes a local folder, or the path or URL of a committed checkpoint; another URL is refused, since its files "
+    "could not be verified",
 )
 def test_a_checkpoint_is_made_of_what_is_committed(store, tmp_path):
     checkpoint = commit(store, tmp_path)
@@ -494,7 +494,7 @@ def test_a_checkpoint_is_made_of_what_is_committed(store, tmp_path):
     "ray.train.Checkpoint",
     "has a path without the URI's scheme, and a pyarrow filesystem",
     verdict="different",
-    reason="the path has the scheme, and `store.storage` is where it lies; no pyarrow",
+    reason="the path has the scheme, and `store.storage` takes the place of the filesystem; no pyarrow",
 )
 def test_a_remote_path_has_its_scheme(remote, tmp_path):
     checkpoint = commit(remote, tmp_path)
@@ -504,7 +504,7 @@ def test_a_remote_path_has_its_scheme(remote, tmp_path):
 
 @behaviour(
     "ray.train.Checkpoint",
-    "holds files alone: from_dict and to_dict are gone",
+    "holds only files: from_dict and to_dict are removed",
     verdict="better",
     reason="`report(…, state={…})` stores live objects and plain values, `load_state` restores them at any number of ranks",
     short="live objects: `state=`",
@@ -542,9 +542,9 @@ def test_all_ranks_restore_the_same_checkpoint(store, tmp_path):
 
 @behaviour(
     "ray.train.get_checkpoint",
-    "becomes what this worker reported last",
+    "becomes the last checkpoint that this worker reported",
     verdict="different",
-    reason="it stays the one that the attempt continues; what was reported since is in `CheckpointStore.list()`",
+    reason="it stays the one that the attempt resumed from; later ones are in `CheckpointStore.list()`",
     short="it stays the restored one",
 )
 def test_the_restored_checkpoint_stays_during_the_attempt(store, tmp_path):
@@ -561,8 +561,8 @@ def test_the_restored_checkpoint_stays_during_the_attempt(store, tmp_path):
     "ray.train.get_checkpoint",
     "fails the run at its start when a checkpoint that its snapshot lists is gone",
     verdict="better",
-    reason="what is damaged is set aside with a warning, and the one before is restored; one deleted by hand is not missed",
-    short="a damaged one is set aside",
+    reason="a damaged one is quarantined with a warning, and the one before is restored; one deleted by hand is no error",
+    short="a damaged one is quarantined",
 )
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(store, tmp_path, caplog):
     latest = commit(store, tmp_path, {"epoch": 0}, {"epoch": 1})
@@ -574,14 +574,14 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(store, tmp_path, c
 # ray.train.get_context
 
 
-@behaviour("ray.train.get_context", "knows world rank and size, local rank and size, and node rank", verdict="same")
+@behaviour("ray.train.get_context", "has world rank and size, local rank and size, and node rank", verdict="same")
 def test_a_rank_knows_its_place(store):
     context = Attempt(store, 2).session(1).context
     assert (context.world_rank, context.world_size) == (1, 2)
     assert (context.local_rank, context.local_world_size, context.node_rank) == (1, 2, 0)
 
 
-@behaviour("ray.train.get_context", "tells them by methods, get_world_rank() and so on", verdict="same")
+@behaviour("ray.train.get_context", "returns them by methods, get_world_rank() and so on", verdict="same")
 def test_a_place_is_told_by_methods_and_by_attributes(store):
     context = Attempt(store, 2).session(1).context
     getters = [name for name in dir(context) if name.startswith("get_")]
@@ -591,16 +591,16 @@ def test_a_place_is_told_by_methods_and_by_attributes(store):
         assert getattr(context, name)() == getattr(context, attribute)
 
 
-@behaviour("ray.train.get_context", "knows the run's name", verdict="same")
+@behaviour("ray.train.get_context", "has the run's name", verdict="same")
 def test_a_rank_knows_its_run(store):
     assert Attempt(store).session().context.run_name == "run"
 
 
 @behaviour(
     "ray.train.get_context",
-    "get_storage() tells where the run lies",
+    "get_storage() returns where the run is stored",
     verdict="missing",
-    reason="a training function does not write there; give the place in the config if it reads there",
+    reason="a training function does not write there; give its path or URL in the config if it reads there",
     short="no `get_storage()`",
 )
 def test_a_rank_is_not_told_the_storage(store):
@@ -612,9 +612,9 @@ def test_a_rank_is_not_told_the_storage(store):
 
 @behaviour(
     "ray.train.get_preemption_info",
-    "is None until a node is about to be taken, then tells which and when; all workers call it equally often",
+    "is None until a node is about to be preempted, then has the node and the time; all workers call it equally often",
     verdict="different",
-    reason="`should_checkpoint()` is a bool, the same on every rank; which node and when is not told",
+    reason="`should_checkpoint()` is a bool, the same on every rank, without the node and the time",
     short="a bool: `should_checkpoint()`",
 )
 def test_all_ranks_are_told_alike_to_checkpoint(store):
@@ -645,7 +645,7 @@ def test_reported_checkpoints_are_listed_from_anywhere(store, tmp_path):
     "ray.train.get_all_reported_checkpoints",
     "with COMMITTED waits until the latest report is uploaded",
     verdict="different",
-    reason="what is listed is committed; a sync report is when it returns",
+    reason="a listed checkpoint is committed; that of a sync report is committed when the report returns",
 )
 def test_what_is_listed_is_committed(store, tmp_path, uploads_may_go_on):
     def train_fn(session, rank):
@@ -661,7 +661,7 @@ def test_what_is_listed_is_committed(store, tmp_path, uploads_may_go_on):
     "ray.train.get_all_reported_checkpoints",
     "with VALIDATED has the metrics of validations, in place of reported ones of the same name",
     verdict="different",
-    reason="they stand under the evaluation's name, beside what was reported, of which nothing changes",
+    reason="they are stored under the evaluation's name, next to the reported ones, which do not change",
 )
 def test_attached_metrics_stand_under_their_own_name(store, tmp_path):
     checkpoint = commit(store, tmp_path, {"loss": 0.5})
@@ -671,9 +671,9 @@ def test_attached_metrics_stand_under_their_own_name(store, tmp_path):
 
 @behaviour(
     "ray.train.get_all_reported_checkpoints",
-    "tells each one's status: pending, validated, timed out, failed",
+    "has the status of each validation: pending, validated, timed out, failed",
     verdict="missing",
-    reason="an evaluation that is done is in the metrics; how the others stand is told by their flow runs",
+    reason="the metrics have each finished evaluation; the flow runs of the others show their states",
     short="no status of validations",
 )
 def test_a_manifest_has_no_status(store, tmp_path):
@@ -703,9 +703,7 @@ def test_the_newest_are_kept(store, tmp_path):
     assert kept(store, tmp_path, LOSSES, num_to_keep=2) == [2, 3]
 
 
-@behaviour(
-    "ray.train.CheckpointConfig", "num_to_keep with a score keeps the best, by max unless told otherwise", verdict="same"
-)
+@behaviour("ray.train.CheckpointConfig", "num_to_keep with a score keeps the best, by default the highest", verdict="same")
 def test_the_best_are_kept(store, tmp_path):
     with pytest.warns(UserWarning, match="'loss' looks like a loss"):
         assert kept(store, tmp_path, [*LOSSES, {"loss": 0.8}], num_to_keep=2, checkpoint_score_attribute="loss") == [2, 4]
@@ -775,7 +773,7 @@ def test_a_missing_score_is_worst_in_both_orders(store, tmp_path):
     "ray.train.CheckpointConfig",
     "a score must be a number: text ends the run",
     verdict="different",
-    reason="a report of text, or of a bool, as the score fails; text that is stored already ranks as a missing one",
+    reason="a report with text or a bool as the score fails; text that is already stored ranks as a missing score",
 )
 def test_a_score_of_text_ends_nothing(store, tmp_path):
     config = {"num_to_keep": 1, "checkpoint_score_attribute": "loss", "checkpoint_score_order": "max"}
@@ -786,7 +784,7 @@ def test_a_score_of_text_ends_nothing(store, tmp_path):
     "ray.train.CheckpointConfig",
     "does not delete a checkpoint whose validation is pending",
     verdict="different",
-    reason="with `evaluation_timeout_s`, and for so long, one that lacks the score is kept",
+    reason="one that lacks the score is kept for `evaluation_timeout_s`, if that is given",
 )
 def test_what_awaits_its_evaluation_is_kept(store, tmp_path):
     config = {"num_to_keep": 1, "checkpoint_score_attribute": "eval/loss", "checkpoint_score_order": "min"}
@@ -805,9 +803,9 @@ def test_a_frequency_is_no_configuration(gone):
 
 @behaviour(
     "ray.train.CheckpointConfig",
-    "ranks a checkpoint when it is reported; another score or order at a resume ranks none again",
+    "ranks a checkpoint when it is reported; a resume with another score or order does not rank it again",
     verdict="better",
-    reason="the policy of the day decides about all there are",
+    reason="the current policy applies to all checkpoints, old ones, too",
     short="a new policy ranks old checkpoints",
 )
 def test_a_new_policy_ranks_old_checkpoints(store, tmp_path):
@@ -820,7 +818,7 @@ def test_a_new_policy_ranks_old_checkpoints(store, tmp_path):
 
 @behaviour(
     "ray.train.CheckpointConfig",
-    "records what goes before it deletes, so that a crash leaves no dangling entry",
+    "records a deletion before it deletes, so that a crash leaves no dangling entry",
     verdict="same",
 )
 def test_a_crash_while_pruning_leaves_whole_checkpoints(store, tmp_path, monkeypatch):
@@ -875,9 +873,9 @@ def test_preemptions_are_counted_apart():
     "ray.train.FailureConfig",
     "max_failures counts every failure of a worker: exceptions, killed processes, lost nodes",
     verdict="different",
-    reason="exceptions of the function alone; lost processes and storages have `max_infrastructure_failures`, 3 by default, "
-    "and running out of memory, also as an exception, `max_out_of_memory_failures`, 0",
-    short="budgets for lost processes apart",
+    reason="it counts only exceptions of the function; lost processes and storages have `max_infrastructure_failures`, 3 by "
+    "default, and running out of memory, also as an exception, has `max_out_of_memory_failures`, 0 by default",
+    short="separate budgets for lost processes",
 )
 def test_lost_processes_are_counted_apart():
     assert restarts_after("infrastructure", FailureConfig()) == 3
@@ -908,7 +906,7 @@ def test_there_is_no_controller_whose_failures_count():
 
 @behaviour(
     "ray.train.FailureConfig",
-    "preemption_grace_s is how long survivors go on after the deadline, 0 by default",
+    "preemption_grace_s is how long survivors continue after the deadline, 0 by default",
     verdict="different",
     reason="`grace_s` is how long all ranks have for a last report, 20 s by default",
 )
@@ -941,7 +939,7 @@ def test_a_report_needs_all_ranks():
 # ray.train.RunConfig and ray.train.ScalingConfig
 
 
-@behaviour("ray.train.RunConfig", "a run that nobody named gets a name of its own", verdict="same")
+@behaviour("ray.train.RunConfig", "a run without a name gets a generated one", verdict="same")
 def test_an_unnamed_run_gets_a_name(unconfigured):
     first, second = (Path(result.path) for result in unconfigured)
     assert first.parent == second.parent
@@ -952,7 +950,7 @@ def test_an_unnamed_run_gets_a_name(unconfigured):
     "ray.train.RunConfig",
     "storage_path is ~/ray_results by default",
     verdict="different",
-    reason="`./checkpoints`, beside what is run",
+    reason="it is `./checkpoints` in the directory that the flow runs in",
 )
 def test_the_default_storage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -961,16 +959,16 @@ def test_the_default_storage(tmp_path, monkeypatch):
 
 @behaviour(
     "ray.train.RunConfig",
-    "takes any name that a directory may have",
+    "accepts any name that a directory may have",
     verdict="refused",
-    reason="letters, digits, `.`, `_` and `-`, since a name is a directory on every storage",
+    reason="only letters, digits, `.`, `_` and `-`, since a name is a directory on every storage",
 )
 def test_a_name_is_a_folder_on_every_storage():
     with pytest.raises(ValidationError, match="use 1 to 200 letters, digits"):
         RunConfig(name="train-trial_id=1")
 
 
-@behaviour("ray.train.RunConfig", "everything of a run lies in storage_path/name", verdict="same")
+@behaviour("ray.train.RunConfig", "everything of a run is stored in storage_path/name", verdict="same")
 def test_a_run_lies_in_its_folder(store, tmp_path):
     commit(store, tmp_path)
     assert [path.name for path in (tmp_path / "store").iterdir()] == ["run"]
@@ -987,7 +985,7 @@ def test_the_same_name_continues(store, tmp_path):
 
 
 @behaviour(
-    "ray.train.RunConfig", "a run whose directory was moved or renamed is read there, and continues there", verdict="same"
+    "ray.train.RunConfig", "a run whose directory was moved or renamed is read and continues in its new place", verdict="same"
 )
 def test_a_moved_run_continues(store, tmp_path):
     commit(store, tmp_path, {"epoch": 4})
@@ -999,10 +997,10 @@ def test_a_moved_run_continues(store, tmp_path):
 
 @behaviour(
     "ray.train.RunConfig",
-    "a run needs its snapshot file whole to continue",
+    "a run needs an intact snapshot file to continue",
     verdict="better",
-    reason="there is no such file: each checkpoint has a manifest, and a torn `latest.json` is but a hint",
-    short="no file that must be whole",
+    reason="there is no such file: each checkpoint has a manifest, and `latest.json` is only a hint, which may be torn",
+    short="no single file that must be intact",
 )
 def test_a_torn_file_stops_nothing(store, tmp_path):
     commit(store, tmp_path, {"epoch": 4})
@@ -1012,9 +1010,9 @@ def test_a_torn_file_stops_nothing(store, tmp_path):
 
 @behaviour(
     "ray.train.RunConfig",
-    "callbacks are told of reports and exceptions, with the metrics of all workers",
+    "callbacks are called for reports and exceptions, with the metrics of all workers",
     verdict="refused",
-    reason="events and automations tell of commits and failures, outside of the training; rank 0's metrics alone are recorded",
+    reason="events and automations report commits and failures, outside of the training; only rank 0's metrics are recorded",
     short="no callbacks with all ranks' metrics",
 )
 def test_rank_0s_metrics_alone_are_told(store):
@@ -1025,7 +1023,7 @@ def test_rank_0s_metrics_alone_are_told(store):
         RunConfig(callbacks=[])
 
 
-@behaviour("ray.train.RunConfig", "what belonged to Ray Tune (verbose, stop, sync_config …) is refused", verdict="same")
+@behaviour("ray.train.RunConfig", "refuses arguments that belonged to Ray Tune (verbose, stop, sync_config …)", verdict="same")
 @pytest.mark.parametrize("gone", ["sync_config", "verbose", "stop", "progress_reporter", "log_to_file"])
 def test_unknown_settings_are_refused(gone):
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
@@ -1064,7 +1062,7 @@ def test_there_is_at_least_one_rank():
     "ray.train.ScalingConfig",
     "resources_per_worker reserves resources",
     verdict="refused",
-    reason="a work pool's job variables do so for the flow run, whose ranks share its machine",
+    reason="a work pool's job variables reserve them for the flow run, whose ranks share its machine",
 )
 def test_resources_are_the_work_pools():
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
@@ -1073,7 +1071,7 @@ def test_resources_are_the_work_pools():
 
 @behaviour(
     "ray.train.ScalingConfig",
-    "takes its fields by position, too, as the other configs do",
+    "accepts its fields by position, too, as the other configs do",
     verdict="refused",
     reason="a `TypeError` names the field",
 )
@@ -1097,7 +1095,7 @@ def second_of_two(monkeypatch):
     "ray.train.torch.prepare_data_loader",
     "replaces a sampler of the user's by a DistributedSampler, with a warning",
     verdict="refused",
-    reason="one that cannot be split among the ranks is a `ValueError`; `shuffle=` and a DistributedSampler are taken",
+    reason="one that cannot be split among the ranks is a `ValueError`; `shuffle=` and a DistributedSampler are accepted",
 )
 def test_a_sampler_of_ones_own_is_not_replaced(second_of_two):
     with pytest.raises(ValueError, match="share the data by rank yourself"):
@@ -1112,9 +1110,9 @@ class _Stream(IterableDataset):
 
 @behaviour(
     "ray.train.torch.prepare_data_loader",
-    "gives an IterableDataset as it is to every worker, so that each has all of it",
+    "gives every worker an IterableDataset unchanged, so that each reads all of it",
     verdict="refused",
-    reason="it is a `ValueError`, unless `add_distributed_sampler=False` says that the dataset shares its data itself",
+    reason="it is a `ValueError`, unless `add_distributed_sampler=False` says that the dataset splits its data itself",
 )
 def test_a_stream_is_not_trained_on_by_each_rank_unawares(second_of_two):
     with pytest.raises(ValueError, match="give add_distributed_sampler=False"):
@@ -1124,9 +1122,9 @@ def test_a_stream_is_not_trained_on_by_each_rank_unawares(second_of_two):
 
 @behaviour(
     "ray.train.torch.prepare_data_loader",
-    "gives each epoch the order of the first unless loader.sampler.set_epoch(epoch) is called before it",
+    "repeats the order of the first epoch unless loader.sampler.set_epoch(epoch) is called before each epoch",
     verdict="better",
-    reason="the loader counts its epochs; such calls do no harm",
+    reason="the loader counts its epochs; calls of `set_epoch` do no harm",
 )
 def test_each_epoch_has_an_order_of_its_own(second_of_two):
     def epochs(loader, *, are_set):
@@ -1148,7 +1146,7 @@ def test_each_epoch_has_an_order_of_its_own(second_of_two):
     "ray.train.torch.prepare_data_loader",
     "drops arguments of the loader, such as persistent_workers and prefetch_factor",
     verdict="better",
-    reason="all are kept, but for the sampler",
+    reason="all are kept except the sampler",
 )
 def test_a_loader_keeps_its_arguments(second_of_two):
     given = DataLoader(range(8), num_workers=1, prefetch_factor=3, persistent_workers=True)
@@ -1174,9 +1172,9 @@ def test_an_evaluation_takes_the_checkpoint_first(store, tmp_path):
 
 @behaviour(
     "ray.train.torch.TorchTrainer",
-    "takes a function of no argument, or of one: the config",
+    "accepts a function with no argument, or with one, the config",
     verdict="different",
-    reason="a function of no argument with a config, which Ray ignores, is an error, and so is one of two, by a `TypeError`",
+    reason="a config for a function with no argument, which Ray ignores, is an error; two arguments are a `TypeError`",
 )
 def test_a_function_takes_the_config_or_nothing():
     for function in (lambda: None, lambda config: None):
@@ -1218,7 +1216,7 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint(result):
     "ray.train.collective",
     "barrier and broadcast_from_rank_zero work between all workers",
     verdict="different",
-    reason="by `torch.distributed`: `barrier()`, and `broadcast_object_list` instead of a function of their own",
+    reason="use `torch.distributed`: `barrier()` and `broadcast_object_list`",
 )
 def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
     assert result.return_value["told"] == "told by rank 0"
@@ -1226,7 +1224,7 @@ def test_ranks_can_wait_for_each_other_and_tell_each_other(result):
 
 @behaviour(
     "ray.train.torch.TorchTrainer",
-    "runs the function in a working directory of the run's own, the same for all workers of a node",
+    "runs the function in a working directory of the run, the same for all workers of a node",
     verdict="different",
     reason="in the directory that the flow runs in",
 )
@@ -1236,9 +1234,9 @@ def test_ranks_run_in_the_flows_folder(result):
 
 @behaviour(
     "ray.train.torch.TorchTrainer",
-    "shows the INFO lines of the workers' loggers: it sets the root logger's level",
+    "shows the INFO lines of the workers' loggers, since it sets the root logger's level",
     verdict="different",
-    reason="a rank's loggers are as Python makes them: call `logging.basicConfig(level=logging.INFO)` in the function",
+    reason="a rank's loggers have Python's defaults: call `logging.basicConfig(level=logging.INFO)` in the function",
 )
 def test_the_loggers_of_ranks_are_as_python_makes_them(result):
     assert result.return_value["logs_info"] is False
@@ -1255,9 +1253,9 @@ def failure(result):
 
 @behaviour(
     "ray.train.torch.TorchTrainer",
-    "fit() raises a TrainingFailedError that tells the workers' exceptions",
+    "fit() raises a TrainingFailedError that has the workers' exceptions",
     verdict="different",
-    reason="`train` raises what the function raised, from a RankFailedError with the rank's own traceback",
+    reason="`train` raises the exception of the function, from a RankFailedError with the rank's own traceback",
     short="the function's own error",
 )
 def test_a_failed_training_raises_what_its_function_raised(failure):
@@ -1268,9 +1266,9 @@ def test_a_failed_training_raises_what_its_function_raised(failure):
 
 @behaviour(
     "ray.train.torch.TorchTrainer",
-    "resume_from_checkpoint is gone: give the checkpoint in the config",
+    "resume_from_checkpoint is removed: give the checkpoint in the config",
     verdict="better",
-    reason="`resume_from=` begins from another run's checkpoint, verified, while this run has none of its own",
+    reason="`resume_from=` begins from the verified checkpoint of another run, as long as this run has none",
     short="`resume_from=`",
 )
 def test_a_training_begins_from_another_runs_checkpoint(failure):
@@ -1281,7 +1279,7 @@ def test_a_training_begins_from_another_runs_checkpoint(failure):
     "ray.train.torch.TorchTrainer",
     "a function that calls sys.exit() has failed",
     verdict="different",
-    reason="with no status, or 0, it has returned; with another it has failed, and the training restarts",
+    reason="without a status, or with 0, the function has returned; with another it has failed, and the training restarts",
 )
 def test_a_function_that_exits_without_a_status_has_returned(tmp_path, prefect_server):
     result = train(leave, run=RunConfig(storage=str(tmp_path), name="exits"))
@@ -1289,7 +1287,7 @@ def test_a_function_that_exits_without_a_status_has_returned(tmp_path, prefect_s
     assert result.return_value is None
 
 
-@behaviour("ray.train.Result", "return_value is what the function returned on rank 0", verdict="same")
+@behaviour("ray.train.Result", "return_value is the value that the function returned on rank 0", verdict="same")
 def test_the_return_value_is_rank_0s(result):
     assert result.return_value["rank"] == 0
 
@@ -1298,7 +1296,7 @@ def test_the_return_value_is_rank_0s(result):
     "ray.train.Result",
     "metrics are those attached to the last checkpoint",
     verdict="better",
-    reason="those reported last, with a checkpoint or without; the checkpoint's are `result.checkpoint.metrics`",
+    reason="they are those reported last, with a checkpoint or without; `result.checkpoint.metrics` has the checkpoint's",
 )
 def test_metrics_are_what_was_reported_last(result):
     assert result.metrics == {"epoch": 3, "loss": 9.0}
@@ -1314,7 +1312,7 @@ def test_the_checkpoint_is_the_latest(result):
     "ray.train.Result",
     "best_checkpoints has the kept ones with their metrics, the best last",
     verdict="different",
-    reason="the best first",
+    reason="the best is first",
     short="the best first",
 )
 def test_the_best_checkpoint_is_the_first(result):
@@ -1325,7 +1323,7 @@ def test_the_best_checkpoint_is_the_first(result):
     "ray.train.Result",
     "metrics_dataframe has a row for each checkpoint that was kept",
     verdict="better",
-    reason="for each report, with a checkpoint or without, pruned or not, in order, with step and attempt",
+    reason="it has a row for each report, in order, with step and attempt: with a checkpoint or without, pruned or not",
     short="every report",
 )
 def test_the_dataframe_has_every_report(result):
@@ -1334,7 +1332,7 @@ def test_the_dataframe_has_every_report(result):
     assert list(frame["attempt"]) == [1, 1, 2, 2]
 
 
-@behaviour("ray.train.Result", "path is where the run lies", verdict="same")
+@behaviour("ray.train.Result", "path is where the run is stored", verdict="same")
 def test_the_path_is_the_runs_folder(result):
     assert Path(result.path, "manifests").is_dir()
 
@@ -1343,7 +1341,7 @@ def test_the_path_is_the_runs_folder(result):
     "ray.train.Result",
     "from_path reads metrics and checkpoints back from storage",
     verdict="better",
-    reason="and the return value, the history and how each attempt ended; also while it trains",
+    reason="also the return value, the history and how each attempt ended, even while the run trains",
 )
 def test_a_result_is_read_back_from_storage(result):
     storage, _, run = result.path.rpartition("/")
@@ -1354,9 +1352,9 @@ def test_a_result_is_read_back_from_storage(result):
 
 @behaviour(
     "ray.train.Result",
-    "get_best_checkpoint(metric, mode) ranks the kept ones by any metric; one that none has is an error",
+    "get_best_checkpoint(metric, mode) ranks the kept ones by any metric; a metric that none has is an error",
     verdict="different",
-    reason="that is a `ValueError`, not a `RuntimeError`",
+    reason="the error is a `ValueError`, not a `RuntimeError`",
 )
 def test_the_best_by_any_metric(result):
     assert result.get_best_checkpoint("epoch", "max").metrics["epoch"] == 2
@@ -1380,7 +1378,7 @@ def failed_run(store, tmp_path):
     "ray.train.Result",
     "error is not loaded by from_path",
     verdict="better",
-    reason="it is read from storage, also when nobody waited for the training",
+    reason="it is read from storage, even if no process waited for the training",
 )
 def test_an_error_is_read_from_storage(store, tmp_path):
     error = failed_run(store, tmp_path).error
@@ -1390,10 +1388,10 @@ def test_an_error_is_read_from_storage(store, tmp_path):
 
 @behaviour(
     "ray.train.Result",
-    "there is none of a failed training: fit() raises",
+    "does not exist for a failed training: fit() raises",
     verdict="better",
-    reason="`Result.from_storage` has its metrics and checkpoints all the same",
-    short="of failed and living trainings, too",
+    reason="`Result.from_storage` has its metrics and checkpoints",
+    short="also for failed and running trainings",
 )
 def test_a_failed_training_has_a_result(store, tmp_path):
     result = failed_run(store, tmp_path)
@@ -1414,7 +1412,7 @@ def test_errors_are_told_by_rank(store, tmp_path):
     "ray.train.Result",
     "from_path raises a RuntimeError where there is no run",
     verdict="different",
-    reason="a FileNotFoundError",
+    reason="it raises a FileNotFoundError",
 )
 def test_no_run_is_a_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run 'run'"):
