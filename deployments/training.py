@@ -26,6 +26,7 @@ from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
 from .job_templates import default_of, has_variable
+from .serving import runner_outlasts_outages
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
@@ -145,6 +146,9 @@ def deploy(
 def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> None:
     """Register `deployments` and run their scheduled and triggered flow runs on this machine, until interrupted.
 
+    It goes on while Prefect's API is away: the flow runs that it has started continue, and due ones start when the API is back.
+    Prefect's own `serve` ends after about four minutes without an answer, and ends its flow runs.
+
     Args:
         deployments: Return values of `make_deployment`.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat; no restarts if
@@ -161,7 +165,8 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             warn_of_lost_lease(deployment.name)
     with large_parameters_explained():
         resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
-        prefect.serve(*deployments, *resumers)
+        with runner_outlasts_outages():
+            prefect.serve(*deployments, *resumers)
 
 
 def _show_ranks(scaling: ScalingConfig) -> str:

@@ -31,6 +31,8 @@ def imported():
         for node in ast.walk(tree):
             modules = [f"{node.module}.{it.name}" for it in node.names] if isinstance(node, ast.ImportFrom) else []
             modules += [it.name for it in node.names] if isinstance(node, ast.Import) else []
+            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value)
+            modules += [node.value] if is_text else []
             yield from (it for it in modules if it.split(".")[0] == "prefect" and any(map(is_private, it.split("."))))
 
 

@@ -1,0 +1,73 @@
+"""Prefect's runner while the API is away."""
+
+import asyncio
+from importlib import import_module
+
+import httpx
+import pytest
+from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from prefect.utilities.services import critical_service_loop
+from prefect_torch.deployments.serving import _LOOPS, runner_outlasts_outages
+
+REQUEST = httpx.Request("POST", "http://127.0.0.1/api/deployments/get_scheduled_flow_runs")
+
+
+def loops():
+    return [getattr(import_module(module), name) for module, _, name in (loop.rpartition(".") for loop in _LOOPS)]
+
+
+def answered(status):
+    return httpx.HTTPStatusError("refused", request=REQUEST, response=httpx.Response(status, request=REQUEST))
+
+
+class Done(Exception):  # noqa: N818 - no error
+    pass
+
+
+class Poller(ScheduledRunPoller):
+    """Prefect's poller of a runner, whose polls end as they are given."""
+
+    def __init__(self, polls):
+        self._storage_objs, self._query_seconds = [], 0.0
+        self._polls = iter([*polls, Done()])
+        self.num_polls = 0
+
+    async def _get_and_submit_flow_runs(self, task_group=None):
+        error = next(self._polls)
+        self.num_polls += 1
+        if error is not None:
+            raise error
+
+
+def poll(polls):
+    """Return the number of polls, each with an error or None, before the poller ends, and the error with which it does."""
+    poller = Poller(polls)
+    with pytest.raises(Exception, match="unhandled errors in a TaskGroup") as caught:
+        asyncio.run(poller.run())
+    (error,) = caught.value.exceptions
+    return poller.num_polls, error
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError("refused"), answered(500), answered(503), httpx.ReadTimeout("slow")])
+def test_a_runner_outlasts_any_number_of_polls_without_an_answer(error, caplog):
+    polls = [None, *[error] * 10, None, *[error] * 5]
+    with runner_outlasts_outages():
+        num_polls, end = poll(polls)
+    assert (num_polls, type(end)) == (len(polls) + 1, Done)
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
+    away = f"Prefect's API is away ({error!r}): flow runs go on, and due ones start when it is back"
+    assert said == [away, "Prefect's API is back", away]
+    num_polls, end = poll(polls)
+    assert (num_polls, str(end)) == (4, "Service exceeded error threshold."), "Prefect's own ends at the third"
+
+
+def test_a_refusal_still_ends_a_runner():
+    refused = answered(401)
+    with runner_outlasts_outages():
+        assert poll([None, refused, None]) == (2, refused)
+
+
+def test_other_runners_of_the_process_are_prefects_own_afterwards():
+    with runner_outlasts_outages():
+        assert critical_service_loop not in loops()
+    assert loops() == [critical_service_loop] * 2
