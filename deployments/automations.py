@@ -26,6 +26,7 @@ from .resuming import resume
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
 _MISSED_HEARTBEATS = 3
 _FREQUENCY_S = 180  # Prefect's own default
+_DELIVERY_S = 20.0  # of a heartbeat, at most
 
 
 def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
@@ -40,7 +41,9 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
         deployment: "flow/deployment", or its id. A served deployment is resumed by `serve(..., max_restarts=n)`.
         max_restarts: The number of restarts of one training, over all of its flow runs.
         within: The time without a heartbeat (a timedelta, or seconds) after which the process counts as dead; three times
-            PREFECT_FLOWS_HEARTBEAT_FREQUENCY if None. At least 10 s, and more than the time between two heartbeats.
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY if None. More than the time between two heartbeats. For the last of these times
+            and 20 s, the resumer waits for a heartbeat itself, since the server may have been away: with less than twice as
+            much, the process counts as dead that much later.
 
     Raises:
         ValueError: If the deployment is served, or `within` is not longer than the time between two heartbeats.
@@ -89,19 +92,22 @@ def resume_by(
     if max_restarts < 0:
         raise ValueError(f"max_restarts={max_restarts}: give 0 or more")
     silent = _silence(within)
+    confirm_s = _frequency_s() + _DELIVERY_S
     full_name = _full_name(trained)
     parameters = {
         "flow_run": "{{ event.resource.id }}",
         "max_restarts": max_restarts,
         "silent_s": silent.total_seconds(),
+        "confirm_s": confirm_s,
     }
+    noticed_s = max(silent.total_seconds() - confirm_s, confirm_s)
     return _create_or_update(
         AutomationCore(
             name=f"Resume {full_name}",
             description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, or has no heartbeat for "
             f"{show_duration(silent.total_seconds())}. A training is restarted at most {_times(max_restarts)}.",
             trigger=CompoundTrigger(
-                require="any", within=None, triggers=[_crash_of(trained.id), _silence_of(trained.id, silent)]
+                require="any", within=None, triggers=[_crash_of(trained.id), _silence_of(trained.id, noticed_s)]
             ),
             actions=_run(cast("UUID", resumer.apply()), parameters),
         )
@@ -180,14 +186,18 @@ def _run(deployment_id: UUID, parameters: dict[str, Any]) -> list[ActionTypes]:
     return [RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters, job_variables=None)]
 
 
+def _frequency_s() -> float:
+    return float(get_current_settings().flows.heartbeat_frequency or _FREQUENCY_S)
+
+
 def _silence(within: timedelta | float | None) -> timedelta:
-    frequency_s = get_current_settings().flows.heartbeat_frequency or _FREQUENCY_S
+    frequency_s = _frequency_s()
     if within is None:
         return timedelta(seconds=_MISSED_HEARTBEATS * frequency_s)
     silent = within if isinstance(within, timedelta) else timedelta(seconds=within)
     if silent.total_seconds() <= frequency_s:
         raise ValueError(
-            f"within={silent} is not longer than the {frequency_s} s between two heartbeats of a flow run: give more, or set "
+            f"within={silent} is not longer than the {frequency_s:g} s between two heartbeats of a flow run: give more, or set "
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY, here and where the flow runs, to fewer seconds (30 at least)"
         )
     return silent
@@ -203,7 +213,7 @@ def _crash_of(deployment_id: UUID) -> EventTrigger:
     )
 
 
-def _silence_of(deployment_id: UUID, silent: timedelta) -> EventTrigger:
+def _silence_of(deployment_id: UUID, noticed_s: float) -> EventTrigger:
     return EventTrigger(
         posture=Posture.Proactive,
         after={HEARTBEAT},
@@ -211,7 +221,7 @@ def _silence_of(deployment_id: UUID, silent: timedelta) -> EventTrigger:
         match={"prefect.resource.id": "prefect.flow-run.*"},
         match_related=_of_deployment(deployment_id),
         for_each={"prefect.resource.id"},
-        within=silent,
+        within=timedelta(seconds=noticed_s),
     )
 
 

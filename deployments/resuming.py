@@ -1,5 +1,6 @@
 """The flow that runs a crashed training again, after checking its state, and counts the restarts."""
 
+import time
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
@@ -9,6 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
+from prefect.events import ReceivedEvent
 from prefect.events.filters import EventFilter
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
@@ -26,6 +28,8 @@ FLOW_RUN = "prefect.flow-run."
 _KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes worker about a flow run's pod
 _OOM_KILLED = "OOMKilled"
 _OUT_OF_MEMORY = "prefect-torch.out-of-memory"
+_POLL_S = 10.0
+_CLOCKS_DIFFER_S = 60.0
 
 
 @flow(
@@ -42,24 +46,30 @@ def resume(
     silent_s: Annotated[
         float, Field(gt=0, description="The seconds without a heartbeat after which it counts as dead.")
     ] = 540.0,
+    confirm_s: Annotated[
+        float,
+        Field(ge=0, description="The seconds to wait for a heartbeat, since the server may have been away."),
+    ] = 200.0,
 ) -> str | None:
     """Run a crashed flow run's deployment again, with its parameters and its run's name; return the new flow run's id.
 
-    Does nothing, and returns None, if the flow run is in any other final state, if a heartbeat came within `silent_s`, if it is
-    being cancelled, or if it is already the `max_restarts`-th restart; also if it is a training whose container Kubernetes
-    killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows it. Two calls for the same flow run
-    start one new flow run.
+    Does nothing, and returns None, if the flow run is in any other final state, if a heartbeat came within `silent_s` or comes
+    within `confirm_s` from now on, if it is being cancelled, or if it is already the `max_restarts`-th restart; also if it is a
+    training whose container Kubernetes killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows
+    it. Two calls for the same flow run start one new flow run.
 
     Args:
         flow_run: The flow run's id, or "prefect.flow-run.<id>".
         max_restarts: The number of restarts of a training, counted over the whole chain of flow runs.
         silent_s: The seconds without a heartbeat after which a Running flow run is set to Crashed.
+        confirm_s: The seconds for which it must stay silent from now on. A server that was away for longer than `silent_s` has
+            no heartbeat of any flow run, and the live ones send their next one soon after it is back.
 
     """
     flow_run_id = UUID(flow_run.removeprefix(FLOW_RUN))
     with get_client(sync_client=True) as client:
         crashed = client.read_flow_run(flow_run_id)
-        reason = _why_not(client, crashed, max_restarts, silent_s)
+        reason = _why_not(client, crashed, max_restarts, silent_s, confirm_s)
         if reason is not None:
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
             return None
@@ -70,12 +80,12 @@ def resume(
     return str(again.id)
 
 
-def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, silent_s: float) -> str | None:
+def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, silent_s: float, confirm_s: float) -> str | None:
     if crashed.deployment_id is None:
         return "it has no deployment"
     state = crashed.state
     if state is not None and state.is_running():
-        state = _declare_dead(client, crashed, silent_s)
+        state = _declare_dead(client, crashed, silent_s, confirm_s)
     if state is None or not state.is_crashed():
         return "it is alive" if state is None else f"it is {state.name}"
     if _num_restarts(crashed) >= max_restarts:
@@ -112,8 +122,26 @@ def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
     return int(str(crashed.labels.get(_OUT_OF_MEMORY, 0))) + is_killed
 
 
-def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) -> State[Any] | None:
+def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, confirm_s: float) -> State[Any] | None:
     """Return the new state of a silent flow run, Crashed unless it has ended meanwhile; None if it is alive."""
+    newest = _newest_heartbeat(client, running)
+    if newest is None:  # without any heartbeat, silence means nothing
+        return None
+    left_s = max(confirm_s, silent_s - (_now() - newest.occurred).total_seconds())
+    if left_s > confirm_s + _CLOCKS_DIFFER_S:  # it has not been silent for long
+        return None
+    until_s = time.monotonic() + left_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        time.sleep(min(left_s, _POLL_S))
+        if (found := _newest_heartbeat(client, running)) is not None and found.id != newest.id:
+            return None
+    # Not forced: a flow run that has ended meanwhile keeps its state.
+    message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
+    answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))
+    return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
+
+
+def _newest_heartbeat(client: SyncPrefectClient, running: FlowRun) -> ReceivedEvent | None:
     heartbeats = EventFilter.model_validate(
         {
             "event": {"name": [HEARTBEAT]},
@@ -123,12 +151,7 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float) 
         }
     )
     newest = client.read_events(heartbeats, limit=1).events
-    if not newest or _now() - newest[0].occurred < timedelta(seconds=silent_s):  # without any heartbeat, silence means nothing
-        return None
-    # Not forced: a flow run that has ended meanwhile keeps its state.
-    message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
-    answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))
-    return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
+    return newest[0] if newest else None
 
 
 def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:

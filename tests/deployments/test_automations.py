@@ -6,6 +6,7 @@ import sys
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import UUID
 
 import psutil
@@ -93,9 +94,9 @@ def flow_runs_of(client, deployment):
     return client.read_flow_runs(deployment_filter=chosen)
 
 
-def resumed(client, flow_run, **options):
+def resumed(client, flow_run, confirm_s=0.0, **options):
     with disable_run_logger():
-        again = resume.fn(str(flow_run.id), **options)  # not as a flow run: those take seconds
+        again = resume.fn(str(flow_run.id), confirm_s=confirm_s, **options)  # not as a flow run: those take seconds
     return None if again is None else client.read_flow_run(UUID(again))
 
 
@@ -196,6 +197,28 @@ def test_a_silent_flow_run_is_declared_dead_and_run_again(client, trained):
     assert "No heartbeat for 600 s" in state.message
 
 
+def test_a_flow_run_whose_heartbeat_comes_after_an_outage_of_the_server_is_left_alone(client, trained, monkeypatch):
+    alive = begin(client, trained)
+    beat(client, alive, age_s=3600)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            beat(client, alive, age_s=0)
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
+    assert resumed(client, alive, silent_s=540, confirm_s=200) is None
+    assert len(waits) == 3
+    assert client.read_flow_run(alive.id).state.is_running()
+    dead = begin(client, trained)
+    beat(client, dead, age_s=345)
+    waits.append(0.0)
+    assert resumed(client, dead, silent_s=540, confirm_s=200).name == f"{dead.name}-restart-1"
+    assert sum(waits[4:]) == pytest.approx(200)
+
+
 @pytest.mark.parametrize("age_s", [None, 500, -30], ids=["never had any", "recent", "by a clock ahead"])
 def test_a_flow_run_that_may_be_alive_is_left_alone(client, trained, age_s):
     alive = begin(client, trained)
@@ -219,7 +242,7 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
 
     wait_until(is_in_force, "a flow run that resumes", every_s=UPTAKE_S)
     flow_run = flow_runs_of(client, "resume/train-trained")[0]
-    assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0} for it in crashed]
+    assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0, "confirm_s": 200.0} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
 
 
