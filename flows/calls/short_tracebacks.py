@@ -30,7 +30,8 @@ from .unknown_arguments import explain_unbound
 P = ParamSpec("P")
 R = TypeVar("R")
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
-_TOO_DEEP = "Maximum serialization depth exceeded"  # pydantic's; deeper still, Prefect meets Python's own limit
+# Pydantic's errors, the second of older versions; deeper still, Prefect meets Python's own limit.
+_TOO_DEEP = ("Maximum serialization depth exceeded", "Circular reference detected (depth exceeded)")
 
 
 class ShortTracebackFlow(Flow[P, R]):
@@ -120,7 +121,7 @@ def large_parameters_explained() -> Iterator[None]:
             "into a file or the storage, and its path into the config"
         ) from None
     except (PrefectException, ValueError) as exc:
-        if not isinstance(exc.__cause__, RecursionError) and str(exc) != _TOO_DEEP:
+        if not isinstance(exc.__cause__, RecursionError) and str(exc) not in _TOO_DEEP:
             raise
         raise ValueError(
             "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "
