@@ -28,7 +28,7 @@ class Poller(ScheduledRunPoller):
     """Prefect's poller of a runner, whose polls end as they are given."""
 
     def __init__(self, polls):
-        self._storage_objs, self._query_seconds = [], 0.0
+        self._storage_objs, self._query_seconds = [], 1e-6
         self._polls = iter([*polls, Done()])
         self.num_polls = 0
 

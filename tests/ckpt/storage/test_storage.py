@@ -493,8 +493,12 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
 
     def test_the_size_of_a_compressed_response_is_not_that_of_the_file(self, storage, monkeypatch, tmp_path):
         storage.put_bytes("run/x", b"123456")
-        listed = {"name": "x", "size": 6, "type": "file"}
-        monkeypatch.setattr(memory.MemoryFileSystem, "info", lambda *_, **__: listed)
+        real, listed = memory.MemoryFileSystem.info, {"name": "x", "size": 6, "type": "file"}
+
+        def info(self, path, **kwargs):
+            return listed if path.endswith("/x") else real(self, path, **kwargs)
+
+        monkeypatch.setattr(memory.MemoryFileSystem, "info", info)
         monkeypatch.setattr(memory.MemoryFile, "size", 25)
         assert storage.get_file("run/x", tmp_path / "got") == storage.digest("run/x")
         assert (tmp_path / "got").read_bytes() == b"123456"
