@@ -49,6 +49,8 @@ def memory(tmp_path):
         (OSError(errno.ENOSPC, "No space left on device"), "final"),
         (ValueError("bad key"), "final"),
         (ValueError("run/ExpiredToken/../x is no key"), "final"),
+        (FileNotFoundError("'ExpiredToken' does not exist"), "final"),
+        (ValueError("'ExpiredToken' is no key"), "final"),
     ],
 )
 def test_errors_have_a_class(error, kind):
