@@ -135,6 +135,9 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, 
         time.sleep(min(left_s, _POLL_S))
         if (found := _newest_heartbeat(client, running)) is not None and found.id != newest.id:
             return None
+    state = client.read_flow_run(running.id).state
+    if state is None or not state.is_running():  # cancelled, or scheduled again, meanwhile
+        return state
     # Not forced: a flow run that has ended meanwhile keeps its state.
     message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
     answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))

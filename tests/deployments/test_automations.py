@@ -18,7 +18,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
-from prefect.states import Cancelled, Completed, Crashed, Failed, Pending, Running
+from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running, Scheduled
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
@@ -217,6 +217,23 @@ def test_a_flow_run_whose_heartbeat_comes_after_an_outage_of_the_server_is_left_
     waits.append(0.0)
     assert resumed(client, dead, silent_s=540, confirm_s=200).name == f"{dead.name}-restart-1"
     assert sum(waits[4:]) == pytest.approx(200)
+
+
+@pytest.mark.parametrize("state", [Cancelling(), Scheduled()], ids=lambda state: state.name)
+def test_a_silent_flow_run_that_is_cancelled_or_retried_meanwhile_is_not_run_again(client, trained, monkeypatch, state):
+    silent = begin(client, trained)
+    beat(client, silent, age_s=3600)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        client.set_flow_run_state(silent.id, state, force=True)
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
+    assert resumed(client, silent, silent_s=540, confirm_s=5) is None
+    assert waits == [5]
+    assert client.read_flow_run(silent.id).state.type == state.type
 
 
 @pytest.mark.parametrize("age_s", [None, 500, -30], ids=["never had any", "recent", "by a clock ahead"])
