@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.flows.prefect_api.outage import is_away
+from prefect_torch.flows.prefect_api.outage import is_outage
 
 # Where the runner finds the loop that polls for due flow runs, and for those that are cancelled or suspended.
 _LOOPS = ("prefect.runner._scheduled_run_poller.critical_service_loop", "prefect._internal.observers.critical_service_loop")
@@ -41,7 +41,7 @@ async def _poll_patiently(workload: Callable[[], Awaitable[None]], interval: flo
         try:
             await workload()
         except httpx.HTTPError as exc:
-            if not is_away(exc):
+            if not is_outage(exc):
                 raise
             if not is_lost:
                 _logger.warning("Prefect's API is away (%r): flow runs go on, and due ones start when it is back", exc)

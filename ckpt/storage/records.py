@@ -22,7 +22,7 @@ MAX_GIVEN_DEPTH = 100  # of a user's value: the record around it is deeper
 _BEGIN, _BETWEEN, _END = b'{"body":', b',"digest":"', b'"}'
 _DIGEST_SIZE = 32
 _SEALED = _BEGIN + b'{"format":'  # the beginning of every sealed record
-DIGEST_FIELD = "digest"
+_DIGEST_FIELD = "digest"
 _LARGE_BYTES = 2**20
 _OBJECT = re.compile(rb"\s*\{")
 _SHOWN = 80
@@ -144,12 +144,12 @@ def unseal(data: bytes, where: str, what: str) -> dict[str, Any]:
     raise MalformedRecordError(f"{where} is not {what}: it has no body that matches its digest")
 
 
-def with_digest(record: Mapping[str, Any], field: str = DIGEST_FIELD) -> dict[str, Any]:
+def with_digest(record: Mapping[str, Any], field: str = _DIGEST_FIELD) -> dict[str, Any]:
     """Return `record` with a digest in `field`, for `check_digest`; older versions read it as before."""
     return {**record, field: _sorted_digest(json.loads(json.dumps(record)))}  # as it is read: keys become strings
 
 
-def check_digest(record: Mapping[str, Any], where: str, what: str, field: str = DIGEST_FIELD) -> dict[str, Any]:
+def check_digest(record: Mapping[str, Any], where: str, what: str, field: str = _DIGEST_FIELD) -> dict[str, Any]:
     """Compare a record with the digest from `with_digest`, and return its other fields.
 
     A record without a digest is returned as it is: an older version wrote it.

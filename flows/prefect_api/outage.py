@@ -75,11 +75,10 @@ def is_outage(error: BaseException) -> bool:
     An embedded server that died too often is not restarted.
     """
     keeper = _keeper.get(None)
-    return is_away(error) and (keeper is None or not keeper.has_given_up)
+    return _is_away(error) and (keeper is None or not keeper.has_given_up)
 
 
-def is_away(error: BaseException) -> bool:
-    """Return whether a request failed because the API is away: another try may succeed later."""
+def _is_away(error: BaseException) -> bool:
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.is_server_error or error.response.status_code in _LATER
     return isinstance(error, httpx.TransportError)
@@ -136,7 +135,7 @@ def _outage() -> Exception | None:
         try:
             client.read_flow_run(UUID(flow_run.id))
         except httpx.HTTPError as exc:
-            return exc if is_away(exc) else None
+            return exc if _is_away(exc) else None
         except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
             return None
     return None

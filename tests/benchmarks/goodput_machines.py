@@ -142,11 +142,9 @@ def kill_all(processes):
 
 
 def kill_family(first):
-    import psutil
+    from process_trees import kill_tree
 
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = psutil.Process(first.pid)
-        kill_all([started, *started.children(recursive=True)])
+    kill_tree(first.pid)
     first.wait(20)
 
 
