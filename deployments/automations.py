@@ -8,6 +8,7 @@ from uuid import UUID
 
 from prefect.automations import Automation, AutomationCore, CompoundTrigger, EventTrigger, Posture, RunDeployment
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
@@ -19,6 +20,7 @@ from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.flows.prefect_api.deployments import read_deployment
+from prefect_torch.flows.prefect_api.paging import read_pages
 
 from .job_templates import has_variable
 from .resuming import resume
@@ -112,6 +114,12 @@ def resume_by(
             actions=_run(cast("UUID", resumer.apply()), parameters),
         )
     )
+
+
+def restarted_in_pools(client: SyncPrefectClient) -> list[str]:
+    """Return the names of the resumers that run in work pools, which are named after what they restart."""
+    resumers = read_pages(client.read_deployments, flow_filter=FlowFilter(name=FlowFilterName(any_=[resume.name])))
+    return [resumer.name for resumer in resumers if resumer.work_pool_name is not None]
 
 
 def evaluate_new_best(

@@ -124,7 +124,7 @@ def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
 
 def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, confirm_s: float) -> State[Any] | None:
     """Return the new state of a silent flow run, Crashed unless it has ended meanwhile; None if it is alive."""
-    newest = _newest_heartbeat(client, running)
+    newest = newest_heartbeat(client, running)
     if newest is None:  # without any heartbeat, silence means nothing
         return None
     left_s = max(confirm_s, silent_s - (_now() - newest.occurred).total_seconds())
@@ -133,7 +133,7 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, 
     until_s = time.monotonic() + left_s
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_S))
-        if (found := _newest_heartbeat(client, running)) is not None and found.id != newest.id:
+        if (found := newest_heartbeat(client, running)) is not None and found.id != newest.id:
             return None
     state = client.read_flow_run(running.id).state
     if state is None or not state.is_running():  # cancelled, or scheduled again, meanwhile
@@ -144,7 +144,8 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, 
     return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
 
 
-def _newest_heartbeat(client: SyncPrefectClient, running: FlowRun) -> ReceivedEvent | None:
+def newest_heartbeat(client: SyncPrefectClient, running: FlowRun) -> ReceivedEvent | None:
+    """Return the last heartbeat of a flow run, or None if there was none."""
     heartbeats = EventFilter.model_validate(
         {
             "event": {"name": [HEARTBEAT]},

@@ -1,38 +1,95 @@
-"""Serving while Prefect's API is away: Prefect's own runner ends after four minutes, and its flow runs with it."""
+"""Serving while Prefect's API is away, and after it was: Prefect's own runner ends after four minutes, with its flow runs."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import partial
 from importlib import import_module
 from typing import Any
+from uuid import UUID
 
 import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import RunDeployment
 from prefect.utilities.services import critical_service_loop
 from prefect_torch.flows.prefect_api.outage import is_outage
+from prefect_torch.flows.prefect_api.paging import read_pages
 
-# Where the runner finds the loop that polls for due flow runs, and for those that are cancelled or suspended.
-_LOOPS = ("prefect.runner._scheduled_run_poller.critical_service_loop", "prefect._internal.observers.critical_service_loop")
+from .resuming import newest_heartbeat
+
+# Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
+_DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
+_CANCELLED = "prefect._internal.observers.critical_service_loop"
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def runner_outlasts_outages() -> Iterator[None]:
-    """Let the runners of the body poll on for as long as Prefect's API is away.
+def runner_outlasts_outages(after_outage: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Let the runners of the body poll on for as long as Prefect's API is away, and call `after_outage` when it is back.
 
     Otherwise, three polls in a row without an answer end the polling for cancellations and suspensions, and the runner. The
     runner ends all flow runs that it has started, and no automation restarts them, since nothing runs the restarts.
     """
-    places = [(import_module(module), name) for module, _, name in (loop.rpartition(".") for loop in _LOOPS)]
-    for module, name in places:
-        setattr(module, name, _poll_patiently)
+    _replace({_DUE: partial(_poll_patiently, after_outage), _CANCELLED: partial(_poll_patiently, lambda: None)})
     try:
         yield
     finally:
-        for module, name in places:
-            setattr(module, name, critical_service_loop)
+        _replace(dict.fromkeys((_DUE, _CANCELLED), critical_service_loop))
 
 
-async def _poll_patiently(workload: Callable[[], Awaitable[None]], interval: float, **options: Any) -> None:
+def start_resumers(actions: Mapping[UUID, RunDeployment]) -> None:
+    """Start a resumer for each Running flow run of the deployments that will soon have had no heartbeat for too long.
+
+    Their automations do so, too, but while a server is away for longer than it takes to notice a death, as when it shares a
+    machine with the trainings and that fails, it forgets that it awaits a heartbeat.
+
+    Args:
+        actions: By each deployment's id, what its automation does: it starts the resumer with these parameters.
+
+    """
+    with get_client(sync_client=True) as client:
+        for deployment_id, action in actions.items():
+            parameters = action.parameters or {}
+            running = read_pages(
+                client.read_flow_runs,
+                deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id])),
+                flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))),
+            )
+            for flow_run in list(running):
+                newest = newest_heartbeat(client, flow_run)
+                if newest is None:
+                    continue
+                silent_s = (datetime.now(timezone.utc) - newest.occurred).total_seconds()
+                if silent_s + parameters["confirm_s"] < parameters["silent_s"]:
+                    continue
+                assert action.deployment_id is not None
+                client.create_flow_run_from_deployment(
+                    action.deployment_id,
+                    parameters={**parameters, "flow_run": str(flow_run.id)},
+                    idempotency_key=f"prefect-torch-silent-{newest.id}",
+                )
+                _logger.warning("flow run %r has had no heartbeat for %.0f s", flow_run.name, silent_s)
+
+
+def _replace(loops: Mapping[str, Callable[..., Awaitable[None]]]) -> None:
+    for place, loop in loops.items():
+        module, _, name = place.rpartition(".")
+        setattr(import_module(module), name, loop)
+
+
+async def _poll_patiently(
+    after_outage: Callable[[], object], workload: Callable[[], Awaitable[None]], interval: float, **options: Any
+) -> None:
     """Run Prefect's loop with a workload that passes over an outage; its beginning and its end are logged."""
     is_lost = False
 
@@ -40,6 +97,8 @@ async def _poll_patiently(workload: Callable[[], Awaitable[None]], interval: flo
         nonlocal is_lost
         try:
             await workload()
+            if is_lost:
+                await asyncio.to_thread(after_outage)
         except httpx.HTTPError as exc:
             if not is_outage(exc):
                 raise

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -12,6 +13,7 @@ from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
 from prefect.deployments.runner import RunnerDeployment
+from prefect.events.actions import RunDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
@@ -26,7 +28,7 @@ from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
 from .job_templates import default_of, has_variable
-from .serving import runner_outlasts_outages
+from .serving import runner_outlasts_outages, start_resumers
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
@@ -147,7 +149,8 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
     """Register `deployments` and run their scheduled and triggered flow runs on this machine, until interrupted.
 
     It goes on while Prefect's API is away: the flow runs that it has started continue, and due ones start when the API is back.
-    Prefect's own `serve` ends after about four minutes without an answer, and ends its flow runs.
+    Prefect's own `serve` ends after about four minutes without an answer, and ends its flow runs. With `max_restarts`, flow
+    runs that died meanwhile, or since an earlier `serve` ended, are restarted, even if the server has missed it.
 
     Args:
         deployments: Return values of `make_deployment`.
@@ -164,9 +167,11 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         if deployment.concurrency_limit is not None:
             warn_of_lost_lease(deployment.name)
     with large_parameters_explained():
-        resumers = [] if max_restarts is None else [_resumer_of(deployment, max_restarts) for deployment in deployments]
-        with runner_outlasts_outages():
-            prefect.serve(*deployments, *resumers)
+        restarted = [] if max_restarts is None else [_restarted(deployment, max_restarts) for deployment in deployments]
+        restart = partial(start_resumers, {deployment_id: action for deployment_id, _, action in restarted})
+        restart()
+        with runner_outlasts_outages(after_outage=restart):
+            prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))
 
 
 def _show_ranks(scaling: ScalingConfig) -> str:
@@ -188,13 +193,14 @@ def _with_named_block(run: RunConfig | None) -> RunConfig | None:
     return run.model_copy(update={"storage": f"{run.storage.get_block_type_slug()}/{name}"})
 
 
-def _resumer_of(deployment: RunnerDeployment, max_restarts: int) -> RunnerDeployment:
+def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, RunnerDeployment, RunDeployment]:
+    """Register `deployment` and its resumer; return its id, the resumer, and what its automation does."""
     deployment_id = cast("UUID", deployment.apply())
     with get_client(sync_client=True) as client:
         trained = client.read_deployment(deployment_id)
     resumer = make_resumer(deployment.full_name)
-    resume_by(resumer, trained, max_restarts, within=None)
-    return resumer
+    (action,) = resume_by(resumer, trained, max_restarts, within=None).actions
+    return deployment_id, resumer, cast("RunDeployment", action)
 
 
 def read_work_pool(name: str) -> WorkPool:

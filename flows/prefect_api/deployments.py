@@ -6,6 +6,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
+from .paging import read_pages
+
 
 def read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> DeploymentResponse:
     """Return a deployment.
@@ -28,6 +30,6 @@ def read_deployment(client: SyncPrefectClient, deployment: str | UUID) -> Deploy
 
 
 def _full_names(client: SyncPrefectClient) -> list[str]:
-    deployments = client.read_deployments()
+    deployments = list(read_pages(client.read_deployments))
     flows = {flow_id: client.read_flow(flow_id).name for flow_id in {it.flow_id for it in deployments}}
     return sorted(f"{flows[it.flow_id]}/{it.name}" for it in deployments)

@@ -18,10 +18,10 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.flows.prefect_api.paging import read_pages
 from prefect_torch.tasks.liveness import impatient_client
 from prefect_torch.tasks.run_logs import get_run_logger
 
-_PAGE = 200
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may contain "rank", and is in its task run's name
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 
@@ -45,18 +45,14 @@ def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
 
 
 def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
-    left: list[UUID] = []
-    num_seen = 0
-    while page := client.read_task_runs(
+    open_ones = read_pages(
+        client.read_task_runs,
         flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
         task_run_filter=TaskRunFilter(
             name=TaskRunFilterName(like_="rank"),
             state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # no default in the oldest prefect
         ),
-        limit=_PAGE,
-        offset=num_seen,
-    ):
-        num_seen += len(page)
-        left += [task_run.id for task_run in page if _OF_RANKS.fullmatch(task_run.name)]
+    )
+    left = [task_run.id for task_run in open_ones if _OF_RANKS.fullmatch(task_run.name)]
     for task_run_id in left:
         client.set_task_run_state(task_run_id, Crashed(message=f"{leader} was killed, and its ranks with it"), force=True)

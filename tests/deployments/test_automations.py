@@ -24,7 +24,8 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed
+from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed, serve
+from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig
 from prefect_torch.flows.arguments import default_run_name
@@ -261,6 +262,41 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
     flow_run = flow_runs_of(client, "resume/train-trained")[0]
     assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0, "confirm_s": 200.0} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
+
+
+def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client, monkeypatch):
+    """As if the server had been away when it died; `serve` looks for such flow runs as it starts, and after each outage."""
+    deployment = make_deployment("left", "my_training:train_fn", run=RunConfig(storage="/store"))
+    left = deployment.apply()
+    dead, fresh, never_beat, ended = (begin(client, left) for _ in range(4))
+    for flow_run, age_s in [(dead, 700), (fresh, 300), (ended, 700)]:
+        beat(client, flow_run, age_s)
+    client.set_flow_run_state(ended.id, Completed())
+
+    class Served(Exception):  # noqa: N818 - no error
+        pass
+
+    def ends(*deployments):
+        raise Served(*(it.name for it in deployments))
+
+    monkeypatch.setattr("prefect.serve", ends)
+    for _ in range(2):
+        with pytest.raises(Served) as served:
+            serve(deployment, max_restarts=2)
+        assert served.value.args == ("left", "train-left")
+    (resumer,) = flow_runs_of(client, "resume/train-left")
+    assert resumer.parameters == {"flow_run": str(dead.id), "max_restarts": 2, "silent_s": 540.0, "confirm_s": 200.0}
+    again = resumed(client, dead, silent_s=600)
+    assert again.name == f"{dead.name}-restart-1"
+    assert [client.read_flow_run(it.id).state.is_running() for it in (dead, fresh, never_beat)] == [False, True, True]
+
+
+def test_an_outage_after_which_a_death_goes_unnoticed_is_warned_of(client, trained):
+    resume_crashed(trained)
+    (found,) = (it for it in check_api() if it.check == "restarts")
+    assert (found.status, "train-trained" in found.found, "more than 60 s" in found.found) == ("warning", True, True)
+    assert "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER=P1D" in found.advice
+    assert "train-left" not in found.found
 
 
 def test_what_cannot_be_looked_after_is_refused(client, trained):

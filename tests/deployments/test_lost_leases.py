@@ -28,7 +28,8 @@ def prefect_server(tmp_path_factory):
     """A server with PostgreSQL where there is one: with SQLite, it may give up an event of a crash, which it may not write."""
     with ExitStack() as stack:
         url = stack.enter_context(postgres()) if postgres_program("initdb") else None
-        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect"), url))
+        patient = {"PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": "P1D"}
+        yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect"), url, **patient))
 
 
 @pytest.fixture
@@ -112,7 +113,8 @@ def test_a_limit_whose_lease_is_in_memory_is_warned_of(client, recwarn, monkeypa
     client._client.patch(f"/deployments/{deployment_id}", json={"concurrency_limit": 1}).raise_for_status()
     with pytest.warns(UserWarning, match="'warned' has a concurrency limit: each flow run holds a lease"):
         resume_crashed(deployment_id)
-    (found,) = (it for it in check_api() if it.check == "deployments")
+    (found, restarts) = (it for it in check_api() if it.check in ("deployments", "restarts"))
+    assert restarts.status == "ok", "this server notices a death a day later, too"
     assert (found.status, "warned" in found.found) == ("warning", True)
     assert "work-queue set-concurrency-limit" in found.advice
 

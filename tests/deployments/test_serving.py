@@ -7,13 +7,13 @@ import httpx
 import pytest
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.deployments.serving import _LOOPS, runner_outlasts_outages
+from prefect_torch.deployments.serving import _CANCELLED, _DUE, runner_outlasts_outages
 
 REQUEST = httpx.Request("POST", "http://127.0.0.1/api/deployments/get_scheduled_flow_runs")
 
 
 def loops():
-    return [getattr(import_module(module), name) for module, _, name in (loop.rpartition(".") for loop in _LOOPS)]
+    return [getattr(import_module(module), name) for module, _, name in (it.rpartition(".") for it in (_DUE, _CANCELLED))]
 
 
 def answered(status):
@@ -50,15 +50,33 @@ def poll(polls):
 
 @pytest.mark.parametrize("error", [httpx.ConnectError("refused"), answered(500), answered(503), httpx.ReadTimeout("slow")])
 def test_a_runner_outlasts_any_number_of_polls_without_an_answer(error, caplog):
-    polls = [None, *[error] * 10, None, *[error] * 5]
-    with runner_outlasts_outages():
+    polls = [None, *[error] * 10, None, None, *[error] * 5]
+    back = []
+    with runner_outlasts_outages(after_outage=lambda: back.append(1)):
         num_polls, end = poll(polls)
-    assert (num_polls, type(end)) == (len(polls) + 1, Done)
+    assert (num_polls, type(end), len(back)) == (len(polls) + 1, Done, 1)
     said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
     away = f"Prefect's API is away ({error!r}): flow runs go on, and due ones start when it is back"
     assert said == [away, "Prefect's API is back", away]
     num_polls, end = poll(polls)
     assert (num_polls, str(end)) == (4, "Service exceeded error threshold."), "Prefect's own ends at the third"
+
+
+def test_what_is_due_after_an_outage_is_tried_until_the_api_has_answered_it(caplog):
+    answers = iter([httpx.ConnectError("gone again"), httpx.ReadTimeout("slow"), None])
+    calls = []
+
+    def restart():
+        calls.append(next(answers))
+        if calls[-1] is not None:
+            raise calls[-1]
+
+    with runner_outlasts_outages(after_outage=restart):
+        assert poll([httpx.ConnectError("refused"), *[None] * 5])[0] == 7
+    assert len(calls) == 3
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
+    assert len(said) == 2
+    assert said[-1] == "Prefect's API is back"
 
 
 def test_a_refusal_still_ends_a_runner():

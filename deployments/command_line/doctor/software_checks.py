@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ _OLDEST_PYTHON = (3, 10)
 _NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
 _API_TIMEOUT_S = 10
 _MAX_NAMED = 5
+_LONG_OUTAGE = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def check_server_library(library: ServerLibrary) -> Iterator[Finding]:
 
 
 def check_api() -> Iterator[Finding]:
-    """Query Prefect's API, which needs its database and credentials, and check whether its restart would end flow runs."""
+    """Query Prefect's API, which needs its database and credentials, and check what an outage would cost."""
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
     from prefect_torch.flows.prefect_api.embedded_database import newer_database  # noqa: PLC0415 - imports prefect
@@ -100,7 +102,7 @@ def check_api() -> Iterator[Finding]:
     try:
         with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
             client.read_flows(limit=1)
-            limits = list(_check_deployments(client))
+            deployed = [*_check_limits(client), *_check_restarts(client)]
     except Exception as exc:  # noqa: BLE001 - with any error the API cannot be used
         advice = (
             "start it (prefect server start), correct PREFECT_API_URL, or log in (PREFECT_API_AUTH_STRING, prefect cloud login)"
@@ -108,19 +110,42 @@ def check_api() -> Iterator[Finding]:
         yield Finding("prefect api", "wrong", without_login(f"{url}: {type(exc).__name__}: {exc}"), advice)
     else:
         yield Finding("prefect api", "ok", f"{url} answers")
-        yield from limits
+        yield from deployed
 
 
-def _check_deployments(client: "SyncPrefectClient") -> Iterator[Finding]:
+def _check_limits(client: "SyncPrefectClient") -> Iterator[Finding]:
     from prefect_torch.deployments import concurrency_leases as limits  # noqa: PLC0415 - seconds, for doctor only
+    from prefect_torch.deployments.server_settings import keeps_leases_in_memory  # noqa: PLC0415 - seconds, for doctor only
 
     limited = sorted(limits.limited_deployments(client))
-    if not limited or not limits.keeps_leases_in_memory(client):
+    if not limited or not keeps_leases_in_memory(client):
         yield Finding("deployments", "ok", f"{len(limited) or 'none'} with a concurrency limit")
         return
-    more = f" and {len(limited) - _MAX_NAMED} more" if len(limited) > _MAX_NAMED else ""
-    found = f"concurrency limits on {', '.join(limited[:_MAX_NAMED])}{more}: {limits.LEASES_LOST}"
-    yield Finding("deployments", "warning", found, limits.WITHOUT_LEASE)
+    yield Finding(
+        "deployments", "warning", f"concurrency limits on {_listed(limited)}: {limits.LEASES_LOST}", limits.WITHOUT_LEASE
+    )
+
+
+def _check_restarts(client: "SyncPrefectClient") -> Iterator[Finding]:
+    """Check whether automations restart flow runs in work pools that die while the server is away; `serve` does it itself."""
+    from prefect_torch.deployments.automations import restarted_in_pools  # noqa: PLC0415 - seconds, for doctor only
+    from prefect_torch.deployments.server_settings import remembers_heartbeats_for  # noqa: PLC0415 - seconds, for doctor only
+
+    restarted = sorted(restarted_in_pools(client))
+    remembered = remembers_heartbeats_for(client) if restarted else None
+    if remembered is None or remembered >= _LONG_OUTAGE:
+        yield Finding("restarts", "ok", f"{len(restarted) or 'none'} by automations in work pools")
+        return
+    found = (
+        f"of {_listed(restarted)}: a flow run that dies during an outage of the Prefect server is not restarted if the outage "
+        f"ends more than {remembered.total_seconds():g} s after the death would have been noticed"
+    )
+    yield Finding("restarts", "warning", found, "start the server with PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER=P1D")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"
 
 
 def _api_url() -> str | None:

@@ -10,8 +10,7 @@ from prefect.client.schemas.sorting import LogSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import StorageError
-
-_PAGE = 200  # the most that the API returns
+from prefect_torch.flows.prefect_api.paging import read_pages
 
 
 def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
@@ -45,13 +44,10 @@ def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
 
 def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], rank: int | None) -> Iterator[str]:
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[UUID(flow_run_id)]))
-    offset = 0
-    while page := client.read_logs(wanted, limit=_PAGE, offset=offset, sort=LogSort.TIMESTAMP_ASC):
-        offset += len(page)
-        for line in page:
-            name = names.get(line.task_run_id, "task run") if line.task_run_id is not None else "flow"
-            if rank is None or _is_of(rank, name, line.message):
-                yield f"{line.timestamp:%H:%M:%S} {name}: {line.message}"
+    for line in read_pages(client.read_logs, log_filter=wanted, sort=LogSort.TIMESTAMP_ASC):
+        name = names.get(line.task_run_id, "task run") if line.task_run_id is not None else "flow"
+        if rank is None or _is_of(rank, name, line.message):
+            yield f"{line.timestamp:%H:%M:%S} {name}: {line.message}"
 
 
 def _is_of(rank: int, task_run: str, message: str) -> bool:
@@ -60,10 +56,5 @@ def _is_of(rank: int, task_run: str, message: str) -> bool:
 
 
 def _task_run_names(client: SyncPrefectClient, flow_run_id: str) -> dict[UUID, str]:
-    names: dict[UUID, str] = {}
     wanted = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(flow_run_id)]))
-    while page := client.read_task_runs(flow_run_filter=wanted, limit=_PAGE, offset=len(names)):
-        names |= {it.id: it.name for it in page}
-        if len(page) < _PAGE:
-            break
-    return names
+    return {it.id: it.name for it in read_pages(client.read_task_runs, flow_run_filter=wanted)}

@@ -133,7 +133,7 @@ def test_prefects_api_is_asked(status, expected):
     assert (finding.check, finding.status) == ("prefect api", expected), finding
     assert "127.0.0.1" in finding.found
     assert "secret" not in finding.found
-    assert [(it.check, it.status) for it in more] == ([("deployments", "ok")] if expected == "ok" else [])
+    assert [(it.check, it.status) for it in more] == ([("deployments", "ok"), ("restarts", "ok")] if expected == "ok" else [])
 
 
 def test_an_api_that_is_away_is_wrong():
