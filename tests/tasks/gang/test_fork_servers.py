@@ -27,7 +27,7 @@ def blocked(): return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
 death = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(death))
 same = {
-    "environment": dict(os.environ), "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "flags": repr(sys.flags),
+    **os.environ, "argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "flags": repr(sys.flags),
     "signals": {int(it): repr(signal.getsignal(it)) for it in sorted(signal.valid_signals())}, "blocked": blocked(),
     "umask": status["Umask"], "ignored": status["SigIgn"], "caught": status["SigCgt"], "cpus": status["Cpus_allowed"],
     "limits": open("/proc/self/limits").read(), "nice": os.nice(0), "death": death.value,
@@ -38,7 +38,7 @@ same = {
     "torch threads": torch.get_num_threads(), "child": os.environ.pop("CHILD", ""), "collects": gc.isenabled(),
 }
 drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
-print("SHOWN " + json.dumps([same, drawn]), flush=True)
+for shown in [*same.items(), ("drawn", drawn)]: print("SHOWN " + json.dumps(shown), flush=True)
 os._exit(0)
 """
 LEAD = f"""
@@ -141,13 +141,15 @@ def test_a_forked_rank_has_what_a_spawned_one_has_and_random_numbers_of_its_own(
     for process in show:
         lines, ended = output_of(process)
         assert ended.returncode == 0, lines
-        shown.append(json.loads(next(line for line in lines if line.startswith("SHOWN")).removeprefix("SHOWN ")))
-    (first, drawn), (second, other_drawn), (spawned, _) = shown
+        shown.append(dict(json.loads(line.removeprefix("SHOWN ")) for line in lines if line.startswith("SHOWN ")))
     assert server.is_alive
+    first_drawn, second_drawn, _ = (it.pop("drawn") for it in shown)
+    first, second, spawned = shown
     for forked in (first, second):
+        assert forked.keys() == spawned.keys()
         for name, value in spawned.items():
             assert forked[name] == value or name == "argv", name  # which has the name of the file
-    assert all(one != another for one, another in zip(drawn, other_drawn, strict=True))
+    assert all(one != another for one, another in zip(first_drawn, second_drawn, strict=True))
 
 
 def test_the_line_of_a_forked_rank_is_that_of_a_rank(rank, servers):

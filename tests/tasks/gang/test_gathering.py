@@ -202,7 +202,9 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkeypatch, is_killed):
     """Its srun waits for the agent of a machine that was lost as well; the leader's parent has not waited for it yet."""
-    for name, lines in {"srun": ": > started; exec sleep 600", "scancel": "sleep 0.2; echo $* > cancelled"}.items():
+    cancels = "import sys, time; time.sleep(1.5); print(*sys.argv[2:], file=open('cancelled', 'w'))"
+    programs = {"srun": ": > started; exec sleep 600", "scancel": f'exec {sys.executable} -SIc "{cancels}" scancel "$@"'}
+    for name, lines in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n{lines}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

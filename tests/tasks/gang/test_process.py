@@ -168,6 +168,21 @@ def test_the_shared_memory_of_a_process_that_is_killed_is_removed_behind_it():
     assert not Path("/dev/shm", lines[0]).exists()
 
 
+@pytest.mark.timeout(60)
+def test_a_helper_that_does_not_end_is_killed_after_a_moment_even_if_it_has_a_zombie():
+    """It has the name of one that may clean up after the others."""
+    helper = "import os, sys, time\nif os.fork() == 0: os._exit(0)\nprint('up', flush=True)\ntime.sleep(600)"
+    program = (
+        "import subprocess, sys\n"
+        f"helper = subprocess.Popen([sys.executable, '-c', {helper!r}, 'srun'], stdout=subprocess.PIPE)\n"
+        "print(helper.pid, helper.stdout.readline())"
+    )
+    started_s = time.monotonic()
+    lines, ending = run(program)
+    assert not psutil.pid_exists(int(lines[0].split()[0]))
+    assert (ending.returncode, 1.0 < time.monotonic() - started_s < 20.0) == (0, True)
+
+
 def test_orphans_of_a_process_are_no_zombies_while_it_goes_on():
     program = (
         "import os, psutil, time\nfor _ in range(20): os.system('true &')\n"
@@ -264,7 +279,7 @@ class Kernel:
         self.written = b""
 
     def kill(self, pid, number):
-        if pid == 7:
+        if pid == 1:
             raise PermissionError
 
     def write(self, descriptor, data):
@@ -272,6 +287,7 @@ class Kernel:
 
     def waitpid(self, pid, options):
         assert options == os.WNOHANG, "it would wait for ever"
+        return 0, 0
 
     WNOHANG = os.WNOHANG
 
@@ -280,6 +296,6 @@ def test_a_guard_tells_of_a_process_that_it_may_not_kill_and_does_not_wait_for_i
     kernel = Kernel()
     monkeypatch.setattr(guard, "os", kernel)
     monkeypatch.setattr(guard, "_has_children", lambda: True)
-    monkeypatch.setattr(guard, "_descendants", lambda: {7: "S", 8: "Z"})
+    monkeypatch.setattr(guard, "_descendants", lambda: {1: "S", 8: "Z"})
     guard._kill_descendants()
     assert re.fullmatch(rb"WARNING: the rank's .* goes on: it is another user's\n", kernel.written)
