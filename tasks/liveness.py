@@ -15,6 +15,8 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
+from prefect_torch.flows.prefect_api.outage import is_outage
+from prefect_torch.tasks.run_logs import get_run_logger
 
 _IMPATIENT_S = 5.0
 
@@ -22,7 +24,8 @@ _IMPATIENT_S = 5.0
 def is_being_trained(store: CheckpointStore) -> bool:
     """Return whether the flow run of the newest attempt is alive: it trains, or it may start another attempt.
 
-    A flow run on another machine that Prefect does not know is over once the outcome of its newest attempt is recorded.
+    A flow run on another machine that Prefect does not know, or of which it tells this user nothing, is over once the outcome
+    of its newest attempt is recorded.
     """
     status = read_status(store)
     if status is None or status.is_completed or status.is_process_gone:
@@ -30,8 +33,12 @@ def is_being_trained(store: CheckpointStore) -> bool:
     flow_run_id = status.attempt.owner.flow_run_id
     try:
         ended = None if flow_run_id is None else has_ended(flow_run_id)
-    except httpx.HTTPError:  # Prefect's API is unavailable; the training goes on meanwhile
-        return True
+    except httpx.HTTPError as exc:
+        if is_outage(exc):  # the training goes on meanwhile
+            return True
+        ended = None
+        if not status.may_be_alive:
+            get_run_logger().warning("Prefect does not tell whether flow run %s goes on: %s", flow_run_id, exc)
     return status.may_be_alive if ended is None else not ended
 
 

@@ -1,6 +1,7 @@
 """Checkpoints evaluated after the fact, beside a living training: a real server, real ranks."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
@@ -258,3 +260,19 @@ def test_a_run_that_failed_is_watched_until_its_flow_run_ends(tmp_path, ending):
 
     assert training() is True
     assert is_being_trained(store) is False
+
+
+@pytest.mark.parametrize(("status", "goes_on"), [(401, False), (404, False), (500, True)])
+def test_a_run_of_which_prefect_tells_nothing_is_over_with_its_newest_attempt_unless_prefect_is_away(
+    tmp_path, caplog, monkeypatch, status, goes_on
+):
+    """A key may have expired: who watches would otherwise wait for ever."""
+    store = CheckpointStore.open(tmp_path, "run")
+    attempt = claim_attempt(store, ELSEWHERE, world_size=1)
+    monkeypatch.setattr("prefect_torch.tasks.liveness.get_run_logger", logging.getLogger)  # a flow's client has its API
+    with api_that_answers(status):
+        assert is_being_trained(store) is True
+        write_outcome(store, Outcome(attempt.number, "failed"))
+        assert is_being_trained(store) is goes_on
+    said = [record.getMessage() for record in caplog.records if "does not tell whether" in record.getMessage()]
+    assert [ELSEWHERE.flow_run_id in it and "401" in it for it in said] == [True] * (status == 401)

@@ -1,4 +1,4 @@
-"""Prefect servers that a test starts and stops, on SQLite or PostgreSQL, and a proxy that makes one slow or refuse."""
+"""Prefect servers that a test starts and stops, on SQLite or PostgreSQL, and what stands before one or for one."""
 
 import contextlib
 import json
@@ -9,16 +9,24 @@ import signal
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from forked_programs import Popen
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    temporary_settings,
+)
 from prefect_home import PREFECT, prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
@@ -250,3 +258,30 @@ def assert_task_runs_of_ranks_are_final(storage: str, num_attempts: int | None =
         return [name for name, _ in found] == expected and {state for _, state in found} <= _FINAL
 
     wait_until(are_final, states, 30)
+
+
+@contextmanager
+def api_that_answers(status: int) -> Iterator[None]:
+    """Let clients in this process use an API that answers whatever is asked with `status` and an empty list."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        do_POST = do_GET  # noqa: N815 - as http.server names it
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+        api = f"http://user:secret@127.0.0.1:{http.server_port}/api"
+        with temporary_settings(
+            {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}
+        ):
+            yield
+        http.shutdown()

@@ -6,52 +6,21 @@ import re
 import resource
 import shutil
 import tempfile
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from prefect.settings import (
     PREFECT_API_KEY,
     PREFECT_API_URL,
-    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
-    PREFECT_CLIENT_MAX_RETRIES,
     PREFECT_HOME,
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     temporary_settings,
 )
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 from prefect_torch.flows.prefect_api import embedded_server
 from servers import free_port
-
-
-@contextmanager
-def prefect_api(status):
-    """Answer whatever is asked with `status` and an empty list."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"[]")
-
-        do_POST = do_GET  # noqa: N815 - as http.server names it
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
-        api = f"http://user:secret@127.0.0.1:{http.server_port}/api"
-        with temporary_settings(
-            {PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False, PREFECT_CLIENT_MAX_RETRIES: 0}
-        ):
-            yield
-        http.shutdown()
 
 
 def test_the_doctor_finds_nothing_wrong_here(storage, as_json):
@@ -128,7 +97,7 @@ def test_a_library_that_prefects_server_cannot_use_is_found(monkeypatch, library
 
 @pytest.mark.parametrize(("status", "expected"), [(200, "ok"), (401, "wrong"), (500, "wrong")])
 def test_prefects_api_is_asked(status, expected):
-    with prefect_api(status):
+    with api_that_answers(status):
         finding, *more = software_checks.check_api()
     assert (finding.check, finding.status) == ("prefect api", expected), finding
     assert "127.0.0.1" in finding.found
