@@ -235,7 +235,12 @@ class Checkpoint:
         space. Names that `state` leaves out are not read; a dict below a name gets back every item it held. All names, shapes
         and dtypes are compared before anything changes; after an error while reading, parts of `state` are restored and others
         not. A tensor outside of modules that shares the memory of a module in `state`, or of another tensor there, is replaced
-        by a new one if its stored values differ from those loaded into that memory.
+        by a new one if its stored values differ from those loaded into that memory. Into a parameter with several names, equal
+        values must be stored under all of them.
+
+        The tensors of an object with `load_state_dict`, other than modules and optimizers, are read into those of its
+        `state_dict()`, as by torch.distributed.checkpoint; then `load_state_dict` is called. If it returns tensors of another
+        object, such as a model's parameters before the first update of their average, load both in one call.
 
         On GPUs it waits for the work that this thread has queued on the current streams; these must wait for work on other
         streams before the call. Afterwards every stream sees the values. A tensor below a name for which `state` holds none,
@@ -244,15 +249,16 @@ class Checkpoint:
         Args:
             state: Modules, optimizers and other objects with `load_state_dict`, tensors, arrays, plain values and containers of
                 them, under the names of the report. An optimizer may be fresh. Random generators are set last.
-            rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of all former ranks, for each
-                value that differed between ranks, if the number of ranks has changed; returns this rank's value. None raises
-                instead.
+            rank_local: Called as `rank_local(name, values, rank, world_size)`, with the values of the former ranks that had
+                one, in the order of the ranks, for each value that differed between ranks, if the number of ranks has changed;
+                returns this rank's value. None raises instead.
             rank: This rank; None means that of the training, or 0 outside of one.
             world_size: The number of ranks; None means that of the training, or 1 outside of one.
 
         Raises:
             ValueError: If `state` is no dict, or there is no such rank.
-            StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype.
+            StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype, or two
+                names of one parameter whose stored values differ.
             RankLocalStateError: If values differed between ranks, the number of ranks has changed, and `rank_local` is None.
             CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.

@@ -64,7 +64,7 @@ def check_equal(one, other, path="state"):
         assert one.keys() == other.keys(), path
         for key in one:
             check_equal(one[key], other[key], f"{path}.{key}")
-    elif isinstance(one, list):
+    elif isinstance(one, (list, tuple)):
         assert len(one) == len(other), path
         for number, (a, b) in enumerate(zip(one, other, strict=True)):
             check_equal(a, b, f"{path}.{number}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.text import show_some
@@ -70,17 +71,17 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
         ValueError: If there is none, or one that safetensors cannot represent.
 
     """
-    below = f"{key}."
     chosen: dict[Tensor, TensorEntry | ValueEntry] = {}
     left_out = []
     everything: list[tuple[str, TensorEntry | ValueEntry]] = [*index.tensors.items(), *index.values.items()]
     for name, stored in everything:
-        if not name.startswith(below):
+        if not _is_below(stored.path, key):
             continue
+        below = name.removeprefix(f"{key}.")
         if isinstance(stored, TensorEntry):
-            chosen[Tensor(name.removeprefix(below), stored.dtype, stored.shape)] = stored
+            chosen[Tensor(below, stored.dtype, stored.shape)] = stored
         elif stored.tensor is not None:
-            chosen[Tensor(name.removeprefix(below), *stored.tensor)] = stored
+            chosen[Tensor(below, *stored.tensor)] = stored
         else:
             left_out.append(name)
     if not chosen:
@@ -93,6 +94,11 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
     return chosen
 
 
+def _is_below(path: Sequence[Step], key: str) -> bool:
+    """Return whether `path` continues after the steps that `key` names; the name of another key may begin as `key` does."""
+    return any(path_name(tuple(path[:length])) == key for length in range(1, len(path)))
+
+
 def _is_tensor(stored: TensorEntry | ValueEntry) -> bool:
     return isinstance(stored, TensorEntry) or stored.tensor is not None
 
@@ -101,6 +107,8 @@ def _check(tensors: Sequence[Tensor], where: str) -> None:
     own = [it.name for it in tensors if rank_of(it.name) is not None]
     if own:
         raise ValueError(f"each rank has its own tensors {where}, so that there is no whole: {show_some(own)}")
+    if any(it.name == "__metadata__" for it in tensors):
+        raise ValueError(f"safetensors has another use for the name of the tensor '__metadata__' {where}")
     unknown = [f"{it.name} is {it.dtype}" for it in tensors if it.dtype not in DTYPES]
     if unknown:
         raise ValueError(f"safetensors cannot hold everything {where}: {show_some(unknown)}")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy, found_files, in_place
@@ -78,6 +79,8 @@ def _load(
     for unpack in plan.unpack:
         unpack()
     source.read(plan.blocks)
+    # The reads write past autograd, which must see that a value that it has saved for a backward pass has changed.
+    torch.autograd.graph.increment_version([tensor for tensor in plan.filled if not tensor.is_inference()])
     for finish in (*plan.finish, *plan.last):
         finish()
     wait_for_current_streams(plan.devices)  # torch's own copies within a device return before they are done

@@ -64,8 +64,8 @@ class LoadPlan:
         reader: The reader of its files.
         rank: This rank.
         world_size: The number of ranks.
-        redistribute: Called with a name, the values of all former ranks, this rank and the number of ranks, for values that
-            were each rank's own, of another number of ranks; None refuses such a load.
+        redistribute: Called with a name, the values of the former ranks that had one, this rank and the number of ranks, for
+            values that were each rank's own, of another number of ranks; None refuses such a load.
 
     Attributes:
         values: The blocks of values, which are read before any tensor changes.
@@ -76,6 +76,7 @@ class LoadPlan:
         problems: The differences between what is stored and the state to load into.
         memory: The memory that is filled in place.
         devices: The devices of the tensors that are filled.
+        filled: These tensors; of a DTensor, this rank's part.
 
     """
 
@@ -90,6 +91,7 @@ class LoadPlan:
         self.problems: list[str] = []
         self.memory = FilledMemory()
         self.devices: set[torch.device] = set()
+        self.filled: list[torch.Tensor] = []
         self._index = index
         self._reader = reader
         self._rank = rank
@@ -154,6 +156,20 @@ class LoadPlan:
         """Return the entry of a stored name."""
         return self._index.tensors.get(name) or self._index.values[name]
 
+    def are_equal(self, name: str, other: str) -> bool | None:
+        """Return whether the same is stored under two names, by the digests; None if these do not tell."""
+        one, two = self.entry_of(name), self.entry_of(other)
+        if isinstance(one, ValueEntry) and isinstance(two, ValueEntry):
+            return True if (one.digest, one.bytes, one.tensor) == (two.digest, two.bytes, two.tensor) else None
+        if (
+            not isinstance(one, TensorEntry)
+            or not isinstance(two, TensorEntry)
+            or (one.dtype, one.shape) != (two.dtype, two.shape)
+        ):
+            return None
+        forms = [{(it.offsets, it.sizes): it.digests for it in entry.chunks} for entry in (one, two)]
+        return forms[0] == forms[1] if forms[0].keys() == forms[1].keys() else None
+
     def has_any(self, node: Node) -> bool:
         """Return whether any value at or below `node` is for this rank: other ranks may have had more items in a container."""
         if node.names and self._index.world_size != self._world_size:
@@ -209,10 +225,17 @@ class LoadPlan:
         found = zip(names, entries, self._reader.read_values(entries), strict=True)
         return [stored_value(name, entry, data, self._reader.where) for name, entry, data in found]
 
+    def redistributed_now(self, node: Node, path: Path) -> Any:
+        """Return what the user's function makes of the values that another number of ranks had at `node`, read immediately."""
+        assert self._redistribute is not None
+        values = self.values_now([node.names[rank] for rank in sorted(rank for rank in node.names if rank is not None)])
+        return self._redistribute(path_name(path), values, self._rank, self._world_size)
+
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
         """Plan to read a stored tensor into `target`; of a DTensor, this rank's part."""
         self.devices.add(target.device)
         if (part := local_part(target)) is not None:
+            self.filled.append(part[1])
             self.blocks.extend(tensor_blocks(entry, self._index.block_bytes, part[1], part[0]))
 
     def fits(self, target: torch.Tensor, dtype: str, shape: Sequence[int], name: str) -> bool:

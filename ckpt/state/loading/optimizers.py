@@ -33,7 +33,7 @@ def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: S
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     states = _read_states(plan, optimizer, parameters, stored_names, node, path)
     groups = []
-    for (number,), options in sorted(_children(node, "param_groups").items()):
+    for (number,), options in sorted(_groups(plan, node).items()):
         where = (*path, "param_groups", [number])
         groups.append(plan.build(options, where, _options_of(optimizer.param_groups[number], where)))
     known = ("state", "param_groups")
@@ -53,6 +53,10 @@ def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: S
 
 def _children(node: Node, key: str) -> dict[Any, Node]:
     return node.children.get(key, Node()).children
+
+
+def _groups(plan: LoadPlan, node: Node) -> dict[Any, Node]:
+    return {key: child for key, child in _children(node, "param_groups").items() if not plan.is_of_others(child)}
 
 
 def _read_states(
@@ -79,19 +83,26 @@ def _stored_names(
     plan: LoadPlan, optimizer: torch.optim.Optimizer, names: Sequence[Names], node: Node, path: Path
 ) -> Sequence[str | int] | None:
     """Return the names of the parameters in the stored groups; record a problem and return None if the optimizer's differ."""
-    groups, where = _children(node, "param_groups"), path_name(path)
+    groups, where = _groups(plan, node), path_name(path)
     if len(groups) != len(optimizer.param_groups):
         plan.problems.append(
             f"{where!r} has {len(groups)} parameter groups in the checkpoint, not {len(optimizer.param_groups)}"
         )
         return None
-    found: list[str] = []
+    found: dict[int, str] = {}
+    given: dict[int, Any] = {}
     for number in range(len(groups)):
-        name = plan.name_of(groups[number,].children.get("params", Node()), (*path, "param_groups", [number], "params"))
-        if name is None:
+        of_group, at = groups[number,].children.get("params", Node()), (*path, "param_groups", [number], "params")
+        name = plan.name_of(of_group, at)
+        if name is not None:
+            found[number] = name
+        elif plan.is_redistributed(of_group):
+            given[number] = plan.redistributed_now(of_group, at)
+        else:
             return None
-        found.append(name)
-    of_groups, numbered = plan.values_now(found), _numbered(optimizer)
+    given.update(zip(found, plan.values_now([*found.values()]), strict=True))
+    of_groups = [given[number] for number in range(len(groups))]
+    numbered = _numbered(optimizer)
     chosen = next((it for it in (get() for get in names) if [_named(it, group) for group in numbered] == of_groups), names[0]())
     for number, (group, stored) in enumerate(zip(numbered, of_groups, strict=True)):
         mine = _named(chosen, group)

@@ -50,6 +50,7 @@ class _Restore:
         self._parameters = ParameterNames(state)
         self._places = {id(module): _places(module) for module in self._parameters.modules}
         plan.memory.reserve(chain.from_iterable(self._places.values()))
+        self._names: dict[Any, str] = {}  # of what is read into each tensor of a module
 
     def item(self, container: Any, key: Any, node: Node, path: Path, step: Step | None = None) -> None:
         """Plan the load into `container[key]`."""
@@ -124,6 +125,25 @@ class _Restore:
         self._fill(own, node, path)
         return None if own is target else get
 
+    def _fill_once(self, target: torch.Tensor, node: Node, path: Path) -> None:
+        """Plan the load into a module's tensor, which several names may share: what is stored under them must be equal."""
+        place, name = place_of(target), self._plan.own_name(node)
+        if name is None or place.start == place.stop:
+            self._fill(target, node, path)
+            return
+        first = self._names.setdefault((place, target.dtype, target.shape, target.stride()), name)
+        if first == name:
+            self._fill(target, node, path)
+            return
+        differ = f"{first!r} and {name!r} share memory in the state to load into, and differ in the checkpoint"
+        is_equal = self._plan.are_equal(first, name)
+        if is_equal is False:
+            self._plan.problems.append(differ)
+        elif is_equal is None:
+            other = torch.empty_like(target.detach())
+            self._fill(other, node, path)
+            self._plan.finish.append(partial(_check_same, target, other, differ))
+
     def _fill(self, target: torch.Tensor, node: Node, path: Path) -> None:
         plan = self._plan
         name = plan.name_of(node, path)
@@ -170,7 +190,7 @@ class _Restore:
             if (f".{key}".endswith("._extra_state") or key in resizable) and name in node.children:
                 has_new = self._restore_any_form(state, key, node.children[name], (*path, name)) or has_new
             elif isinstance(state[key], torch.Tensor) and name in node.children:
-                self._fill(state[key], node.children[name], (*path, name))
+                self._fill_once(state[key], node.children[name], (*path, name))
             else:
                 self.item(state, key, node, path, name)
         unknown = (key for key in node.children.keys() - names.keys() if not self._plan.is_of_others(node.children[key]))
@@ -267,6 +287,11 @@ def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     other = [name for name in found.unexpected_keys if not _is_same(state[name], now[name])]
     if other or found.missing_keys:
         raise RuntimeError(f"it does not take {', '.join([*other, *found.missing_keys])}")
+
+
+def _check_same(target: torch.Tensor, other: torch.Tensor, differ: str) -> None:
+    if not _is_same(target, other):
+        raise StateMismatchError(f"{differ}: it may be partly loaded")
 
 
 def _is_same(stored: Any, now: Any) -> bool:

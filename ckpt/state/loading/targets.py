@@ -1,8 +1,8 @@
 """The load into one target: a container, a tensor, a module, an optimizer's state of a parameter."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from prefect_torch.ckpt.errors import StateMismatchError
@@ -14,6 +14,7 @@ from prefect_torch.ckpt.state.objects.tensors import (
     local_part,
     local_tensor,
     place_of,
+    share_elements,
     what_wraps,
     why_unstorable,
 )
@@ -114,12 +115,20 @@ def _loads_itself(part: torch.nn.Module) -> bool:
     return not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - intended for overriding
 
 
+class _Neighbours(NamedTuple):
+    """Tensors that lie between two addresses, interleaved if there are several."""
+
+    start: int
+    stop: int
+    tensors: list[torch.Tensor]
+
+
 class FilledMemory:
     """The memory that a load fills in place: that of modules, and of each other tensor that shares none with an earlier one."""
 
     def __init__(self) -> None:
         self._of_modules: list[Place] = []  # in order, and apart
-        self._starts: set[int] = set()
+        self._of_others: list[_Neighbours] = []  # as above
 
     def reserve(self, places: Iterable[Place]) -> None:
         """Reserve the places of all modules' tensors for the modules."""
@@ -140,23 +149,38 @@ class FilledMemory:
         place = place_of(target)
         if place.stop == place.start:
             return target, lambda: target
-        if place.start not in self._starts and not self._is_in_module(place):
-            self._starts.add(place.start)
+        if not self._is_in_module(place) and self._takes(place, target):
             return target, lambda: target
         mine = target.detach()
         new = torch.empty_like(mine)
         return new, lambda: target if torch.equal(bytes_of(local_tensor(mine)), bytes_of(local_tensor(new))) else new
+
+    def _takes(self, place: Place, target: torch.Tensor) -> bool:
+        """Take the memory of `target` unless an earlier tensor has some of it; return whether it was taken."""
+        first = bisect_right(self._of_others, place.start, key=lambda it: it.stop)
+        last = bisect_left(self._of_others, place.stop, lo=first, key=lambda it: it.start)
+        met = self._of_others[first:last]
+        tensors = [tensor for it in met for tensor in it.tensors]
+        if any(share_elements(target, tensor) for tensor in tensors):
+            return False
+        start, stop = min([place.start, *(it.start for it in met)]), max([place.stop, *(it.stop for it in met)])
+        self._of_others[first:last] = [_Neighbours(start, stop, [*tensors, target])]
+        return True
 
     def _is_in_module(self, place: Place) -> bool:
         before = bisect_left(self._of_modules, place.stop, key=lambda it: it.start)  # those that begin before its end
         return before > 0 and self._of_modules[before - 1].stop > place.start
 
 
-def undo_casts(state: MutableMapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Restore the stored dtypes of a state: load_state_dict casts to the parameter's."""
-    for key, value in stored.items():
-        now = state.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-            state[key] = value.to(now.device)
-        elif isinstance(value, Mapping) and isinstance(now, MutableMapping):
-            undo_casts(now, value)
+def undo_casts(now: Any, stored: Any) -> Any:
+    """Return `now` with the stored dtypes, changed in place where it can be: load_state_dict casts to the parameter's."""
+    if isinstance(stored, torch.Tensor) and isinstance(now, torch.Tensor):
+        return now if now.dtype == stored.dtype else stored.to(now.device)
+    if isinstance(stored, Mapping) and isinstance(now, MutableMapping):
+        now.update({key: undo_casts(now[key], value) for key, value in stored.items() if key in now})
+    elif isinstance(stored, list) and isinstance(now, list):
+        now[:] = map(undo_casts, now, stored)
+    elif isinstance(stored, tuple) and isinstance(now, tuple):
+        cast = [*map(undo_casts, now, stored)]
+        return type(now)(*cast) if hasattr(now, "_fields") else type(now)(cast)
+    return now

@@ -106,6 +106,24 @@ def place_of(value: torch.Tensor) -> Place:
     return Place(storage, start, start + reach * item_bytes)
 
 
+def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether this rank's parts of two tensors share memory; costs memory of their extent if they are interleaved."""
+    first, second = place_of(one), place_of(other)
+    start, stop = min(first.start, second.start), max(first.stop, second.stop)
+    if first.stop <= second.start or second.stop <= first.start:
+        return False
+    locals_ = local_tensor(one), local_tensor(other)
+    if all(it.is_contiguous() for it in locals_):
+        return True
+    used = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+    mine, theirs = (
+        used.as_strided((*it.shape, it.element_size()), (*(s * it.element_size() for s in it.stride()), 1), place.start - start)
+        for it, place in zip(locals_, (first, second), strict=True)
+    )
+    mine.fill_(True)
+    return bool(theirs.any())
+
+
 def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:
     """Return the offsets of this rank's part of `value` and the part, sharing its memory; None where it has none.
 

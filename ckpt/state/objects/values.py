@@ -138,11 +138,12 @@ def _marshalled(value: Any) -> bytes:
 
 def _checked(leaf: Leaf) -> bytes:
     try:
+        value = _compact(leaf.value)
         try:
-            saved = _saved(leaf.value)
+            saved = _saved(value)
             read_value(saved)
         except pickle.UnpicklingError:
-            saved = _saved(leaf.value, _EmptyBytes)
+            saved = _saved(value, _EmptyBytes)
             read_value(saved)
     except RecursionError:
         raise
@@ -153,6 +154,17 @@ def _checked(leaf: Leaf) -> bytes:
             f"({why_unreadable(exc)})"
         ) from exc
     return saved
+
+
+def _compact(value: Any) -> Any:
+    """Return `value` with copies of the tensors in it that are parts of larger memory, all of which torch.save would write."""
+    kind = type(value)
+    if kind is torch.Tensor and value.layout is torch.strided:
+        is_part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
+        return value.detach().clone().requires_grad_(value.requires_grad) if is_part else value
+    if kind in (list, tuple):
+        return kind(map(_compact, value))
+    return {key: _compact(item) for key, item in value.items()} if kind is dict else value
 
 
 def _saved(value: Any, how: Any = pickle) -> bytes:

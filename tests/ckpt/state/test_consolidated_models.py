@@ -81,6 +81,23 @@ def test_another_part_of_the_state_is_chosen_by_its_name(store, tmp_path, caplog
         reported(store, lambda rank: {"epoch": 2, "mask": small}).to_safetensors(tmp_path / "d")
 
 
+def test_a_key_that_begins_like_another_is_not_part_of_that(store, tmp_path):
+    state = {"model": {"w": torch.ones(2), "in": {"v": torch.ones(3)}}, "model.ema": {"w": torch.zeros(2)}}
+    checkpoint = reported(store, lambda _: state)
+    checkpoint.to_safetensors(tmp_path / "file")
+    assert sorted(load_file(tmp_path / "file")) == ["in.v", "w"]
+    assert (load_file(tmp_path / "file")["w"] == 1).all()
+    checkpoint.to_safetensors(tmp_path / "file", key="model.in")
+    assert [*load_file(tmp_path / "file")] == ["v"]
+
+
+def test_a_tensor_with_the_name_of_the_metadata_is_refused(store, tmp_path):
+    checkpoint = reported(store, lambda _: {"model": {"__metadata__": torch.ones(2)}})
+    with pytest.raises(ValueError, match="safetensors has another use for the name of the tensor '__metadata__'"):
+        checkpoint.to_safetensors(tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
 def test_what_each_rank_has_on_its_own_has_no_whole(store, tmp_path):
     checkpoint = reported(store, lambda rank: {"model": RankLocal(torch.nn.Linear(2, 2))}, ranks=2)
     with pytest.raises(ValueError, match=r"each rank has its own tensors below 'model' .*: weight@rank0"):

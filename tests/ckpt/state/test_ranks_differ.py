@@ -492,3 +492,62 @@ class TestReplicas:
 
         assert report(store, make) == [None, None]
         assert "rank 1 has other values in the state's 'model' than rank 0" in caplog.text
+
+
+def trained(rank, num_groups=1):
+    torch.manual_seed(rank)
+    model = torch.nn.Linear(2, 3)
+    parameters = [model.weight, model.bias]
+    groups = (
+        [{"params": parameters}] if num_groups == 1 else [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}]
+    )
+    optimizer = torch.optim.Adam(groups, lr=0.1 + rank)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_another_number_of_ranks_gets_the_optimizers_that_rank_local_chooses(store):
+    stages = [trained(0), trained(1)]
+    assert report(store, lambda rank: {f"stage{rank}": stages[rank]}) == [None, None]
+    fresh = {f"stage{rank}": trained(rank + 2) for rank in range(2)}
+    load(store, fresh, 0, 1, rank_local=lambda name, values, rank, world_size: values[0])
+    for rank, stage in enumerate(stages):
+        check_equal(dict(fresh[f"stage{rank}"]["model"].state_dict()), dict(stage["model"].state_dict()))
+        check_equal(fresh[f"stage{rank}"]["optimizer"].state_dict(), stage["optimizer"].state_dict())
+
+
+def test_optimizers_of_ranks_may_have_other_numbers_of_groups(store):
+    states = [trained(0), trained(1, num_groups=2)]
+    marked = [{name: RankLocal(value) for name, value in state.items()} for state in states]
+    assert report(store, lambda rank: marked[rank]) == [None, None]
+    for rank, state in enumerate(states):
+        fresh = trained(rank + 2, num_groups=rank + 1)
+        load(store, {name: RankLocal(value) for name, value in fresh.items()}, rank)
+        check_equal(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())
+
+
+class Lists(torch.optim.SGD):
+    """An optimizer that keeps tensors in a list and a tuple."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                of = self.state[parameter]
+                of["sums"] = [torch.full((2,), 1.5, dtype=torch.float64), torch.tensor(3)]
+                of["pair"] = (torch.tensor([7]), {"low": torch.ones(2, dtype=torch.float64)})
+
+
+def test_an_optimizers_lists_and_tuples_keep_their_dtypes(store):
+    def make():
+        model = torch.nn.Linear(2, 3).to(torch.bfloat16)
+        optimizer = Lists(model.parameters(), lr=0.1, momentum=0.9)
+        model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state, fresh = make(), make()
+    assert report(store, lambda _: state, ranks=1) == [None]
+    load(store, fresh, 0, 1)
+    check_equal(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())

@@ -486,6 +486,68 @@ def test_two_tensors_of_a_state_that_share_memory_each_get_their_values(store, s
     assert (state["two"]["w"] == 2).all()
 
 
+@pytest.mark.parametrize("size", [30, 300])
+@pytest.mark.parametrize("columns", [False, True])
+def test_two_tensors_of_a_state_that_overlap_each_get_their_values(store, size, columns):
+    """They begin at different addresses; views of different columns are interleaved, and share no element."""
+    ones, twos = torch.ones(size, size), torch.full((size // 2, size), 2.0)
+    checkpoint = stored(store, {"one": ones, "two": twos, "left": ones[:, 2:], "right": twos[:, :2]})
+    both = torch.zeros(size, size + (size if columns else 0))
+    one = both[:, :size]
+    two = both[1 : 1 + size // 2, size:] if columns else both[size // 2 :]
+    state = {"one": one, "two": two}
+    checkpoint.load_state(state)
+    assert state["one"] is one
+    assert (state["two"] is two) == columns
+    assert (one == 1).all()
+    assert (state["two"] == 2).all()
+
+
+@pytest.mark.parametrize("size", [3, 300])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_values_that_differ_are_not_loaded_into_one_tied_parameter(store, size, num_ranks):
+    """On several ranks the copies of equal tensors may be cut into other chunks, whose digests do not tell."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self, *, is_tied, value=2.0):
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.full((size, size), it)) for it in (1.0, value))
+            self.c = torch.nn.Parameter(torch.zeros(size + 1, size))
+            self.b = self.a if is_tied else self.b
+
+    tied = Pair(is_tied=True)
+    with torch.no_grad():
+        tied.a.fill_(5.0)
+    apart = stored(store, {"model": Pair(is_tied=False)}, num_ranks)
+    with pytest.raises(StateMismatchError, match=r"'model.a' and 'model.b' share memory .* and differ in the checkpoint"):
+        apart.load_state({"model": tied}, rank=0, world_size=num_ranks)
+    if num_ranks == 1 and size == 300:
+        assert (tied.a == 5).all(), "nothing has changed"
+    equal = stored(store, {"model": Pair(is_tied=False, value=1.0), "again": Pair(is_tied=True)}, num_ranks)
+    equal.load_state({"model": tied, "again": tied}, rank=0, world_size=num_ranks)
+    assert (tied.a == 1).all()
+
+
+def test_a_load_between_forward_and_backward_is_seen_by_autograd(store):
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Tanh(), torch.nn.Linear(200, 200))
+    checkpoint = stored(store, {"model": model})
+    loss = model(torch.ones(1, 200, requires_grad=True)).sum()
+    checkpoint.load_state({"model": model})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_part_of_a_large_tensor_in_a_tuple_is_stored_without_the_rest(store):
+    large = torch.arange(200_000.0)
+    state = {"pair": (large[1:3], {"item": [large[5:6]]})}
+    checkpoint = stored(store, state)
+    assert sum(entry.bytes for entry in store.list()[-1].files) < 50_000
+    loaded = {"pair": ()}
+    checkpoint.load_state(loaded)
+    assert loaded["pair"][0].tolist() == [1.0, 2.0]
+    assert loaded["pair"][1]["item"][0].tolist() == [5.0]
+
+
 def test_views_of_one_tensor_that_lie_apart_are_loaded_in_place(store):
     def make(flat):
         model = torch.nn.Linear(100, 100, bias=False)
