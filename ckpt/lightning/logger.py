@@ -31,8 +31,8 @@ class ReportLogger(Logger):
 
     @property
     def version(self) -> int | None:
-        """The attempt."""
-        return None if self._context is None else self._context.attempt
+        """0 in all attempts: a ModelCheckpoint forgets its best checkpoints if its default directory, named by it, changes."""
+        return None if self._context is None else 0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record `metrics` at `step`; None means the step after the last report's.

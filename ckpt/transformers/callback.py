@@ -69,6 +69,7 @@ class ReportCallback(TrainerCallback):
         self._context: TrainContext | None = None
         self._reported_step = 0
         self._ends = False
+        self._saves_after_evaluation = False
 
     def on_train_begin(
         self,
@@ -87,7 +88,7 @@ class ReportCallback(TrainerCallback):
         """
         self._context = context_or_none()
         self._reported_step = state.global_step
-        self._ends = False
+        self._ends = self._saves_after_evaluation = False
         if self._context is None:
             if state.is_world_process_zero:
                 warnings.warn(
@@ -101,17 +102,25 @@ class ReportCallback(TrainerCallback):
             load_renamed_weights(model, _resumed_from)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested."""
+        """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested.
+
+        A save at the last step of an epoch waits for the evaluation at its end: a resume from before it would skip that.
+        """
         if self._context is not None and not control.should_training_stop and self._context.should_checkpoint():
             control.should_training_stop = self._ends = self._context.ends_soon()
             control.should_evaluate = control.should_evaluate and not self._ends
             control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state)
+        if self._context is not None and control.should_save and not self._ends and _epoch_end_evaluates(args, state):
+            control.should_save, self._saves_after_evaluation = False, True
         self._log_what_is_saved(args, control)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
         """Let the Trainer log if it is about to save; skip evaluation and save if termination is requested."""
         if self._ends:  # saved after the step
             control.should_evaluate = control.should_save = False
+        elif self._saves_after_evaluation:
+            control.should_save = True
+        self._saves_after_evaluation = False
         self._log_what_is_saved(args, control)
 
     def on_log(
@@ -194,7 +203,15 @@ def resume_path() -> Iterator[str | None]:
 
 def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
     # That save follows the evaluation, if there is one, and has its metrics; a step is reported once.
-    return args.save_strategy == "epoch" and state.epoch is not None and state.epoch.is_integer()
+    return args.save_strategy == "epoch" and _ends_epoch(state)
+
+
+def _epoch_end_evaluates(args: TrainingArguments, state: TrainerState) -> bool:
+    return args.eval_strategy == "epoch" and _ends_epoch(state)
+
+
+def _ends_epoch(state: TrainerState) -> bool:
+    return state.epoch is not None and state.epoch.is_integer()
 
 
 def _metrics_of_step(state: TrainerState) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def test_what_is_logged_is_recorded_without_a_callback_and_without_a_report(stor
     assert [record.step for record in records if "train/loss_step" in record.metrics] == [1, 3]
     assert "val_loss" in newest_metrics(records)
     assert all(record.is_logged and record.checkpoint is None for record in records)
-    assert (trainer.logger.name, trainer.logger.version) == ("run", 1)
+    assert (trainer.logger.name, trainer.logger.version) == ("run", 0)
 
 
 def test_outside_of_a_training_the_logger_only_warns():

@@ -189,6 +189,14 @@ def test_a_pace_leaves_the_end_of_an_epoch_to_the_save_that_knows_the_evaluation
     assert len(store.list()) == 6
 
 
+def test_a_save_at_the_last_step_of_an_epoch_waits_for_the_evaluation_that_a_resume_would_skip(store, tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "max_steps": 10}
+    trainer = fit(Attempt(store), tmp_path / "output", **arguments)
+    assert [manifest.step for manifest in store.list()] == [2, 4, 6, 8, 10]
+    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [4, 8]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 8, 10]
+
+
 def test_a_pace_asks_for_checkpoints_and_stops_nothing(store, tmp_path):
     trainer = fit(Attempt(store, target_overhead=0.5), tmp_path / "output", save_strategy="no")
     assert trainer.state.global_step == 12
