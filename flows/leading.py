@@ -17,6 +17,7 @@ from prefect_torch.ckpt import CheckpointError, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.prefect_api.flow_run import has_run_before
 from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuAllocation
@@ -92,7 +93,7 @@ def lead_training(
     """
     if machines is None:
         prepare_ranks(job.scaling.most_workers)  # in parallel with requests to Prefect's API and the storage
-    restarts = Restarts(job.failure, flow_run.id, is_rerun=flow_run.run_count > 1)
+    restarts = Restarts(job.failure, flow_run.id, is_rerun=has_run_before())
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)

@@ -1,6 +1,7 @@
-"""The task runs of ranks that a killed flow has left running in Prefect's API."""
+"""The task runs that a killed flow has left running in Prefect's API."""
 
 import re
+from collections.abc import Callable
 from uuid import UUID
 
 import httpx
@@ -9,11 +10,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
     TaskRunFilter,
-    TaskRunFilterName,
     TaskRunFilterState,
     TaskRunFilterStateType,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import StateType, TaskRun
+from prefect.context import TaskRunContext
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
@@ -26,33 +27,45 @@ _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may conta
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 
 
-def end_left_task_runs(previous: Attempt, owner: Owner) -> None:
-    """End the task runs of ranks that the killed leader of an attempt could not end; no effect while the API is unavailable.
+def end_left_task_runs(previous: Attempt, owner: Owner, run: str) -> None:
+    """End the task runs that the killed leader of an attempt could not end; no effect while the API is unavailable.
+
+    They are those of ranks, of the training, and of its prunes. The leader may be an earlier process of this flow run.
 
     Args:
         previous: The attempt, whose leader is known to be gone, unless it is this process.
-        owner: This process.
+        owner: This process, in the task run that leads the training now.
+        run: The name of the run.
 
     """
     left = previous.owner
     if left.flow_run_id is None or (left.host, left.pid, left.started) == (owner.host, owner.pid, owner.started):
         return
+    leader = f"the process {left.pid} on {left.machine} that led attempt {previous.number}"
+    context = TaskRunContext.get()
+    own_id = None if context is None else context.task_run.id
+
+    def is_left(task_run: TaskRun) -> bool:
+        is_of_run = task_run.name in (f"train-{run}", f"prune-{run}") and task_run.id != own_id
+        return is_of_run or _OF_RANKS.fullmatch(task_run.name) is not None
+
     try:
         with impatient_client() as client:
-            _end(client, UUID(left.flow_run_id), f"the process {left.pid} on {left.machine} that led attempt {previous.number}")
+            end_task_runs(client, UUID(left.flow_run_id), f"{leader} was killed, and its ranks with it", is_left)
     except (httpx.HTTPError, PrefectHTTPStatusError) as exc:
         get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)
 
 
-def _end(client: SyncPrefectClient, flow_run_id: UUID, leader: str) -> None:
+def end_task_runs(
+    client: SyncPrefectClient, flow_run_id: UUID, message: str, is_left: Callable[[TaskRun], bool] = lambda _: True
+) -> None:
+    """Set the task runs of a flow run that are not final, and for which `is_left` is true, to Crashed."""
     open_ones = read_pages(
         client.read_task_runs,
         flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
         task_run_filter=TaskRunFilter(
-            name=TaskRunFilterName(like_="rank"),
             state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN), name=None),  # no default in the oldest prefect
         ),
     )
-    left = [task_run.id for task_run in open_ones if _OF_RANKS.fullmatch(task_run.name)]
-    for task_run_id in left:
-        client.set_task_run_state(task_run_id, Crashed(message=f"{leader} was killed, and its ranks with it"), force=True)
+    for task_run in list(filter(is_left, open_ones)):
+        client.set_task_run_state(task_run.id, Crashed(message=message), force=True)

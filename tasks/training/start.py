@@ -60,7 +60,7 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
 
     claimed = claim_leadership(store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover)
     if before is not None and not job.run_config.takeover:
-        end_left_task_runs(before, owner)
+        end_left_task_runs(before, owner, store.run)
     return claimed
 
 

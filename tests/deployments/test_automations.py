@@ -14,7 +14,14 @@ import pytest
 from forked_programs import Popen
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterId,
+)
 from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
@@ -191,8 +198,12 @@ def test_a_flow_run_that_ended_between_two_heartbeats_is_left_as_it_ended(client
 def test_a_silent_flow_run_is_declared_dead_and_run_again(client, trained):
     silent = begin(client, trained)
     beat(client, silent, age_s=700)
+    for name in ("train-digits", "rank-0"):
+        client.create_task_run(judge_once, silent.id, name, name=name, state=Running())
     again = resumed(client, silent, silent_s=600)
     assert again.name == f"{silent.name}-restart-1"
+    left = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[silent.id])))
+    assert [it.state.name for it in left] == ["Crashed"] * 2
     state = client.read_flow_run(silent.id).state
     assert state.is_crashed()
     assert "No heartbeat for 600 s" in state.message

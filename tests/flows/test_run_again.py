@@ -8,11 +8,12 @@ from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.flow_engine import run_flow
-from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running
+from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running, Suspended
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.arguments import count_call_in_task, default_run_name, name_run
+from prefect_torch.flows.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.liveness import find_end_before_rerun
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -137,3 +138,23 @@ def test_budgets_go_on_after_a_crash_and_begin_anew_after_an_end(client, end, is
             accepted = client.set_flow_run_state(flow_run.id, state).state
             ended = accepted if state is end else ended
     assert find_end_before_rerun(str(flow_run.id)) == (str(ended.id) if is_decided else None)
+
+
+@flow(persist_result=False)
+def ask():
+    """Return whether the flow run has run before, and how often Prefect says it has."""
+    return has_run_before(), FlowRunContext.get().flow_run.run_count
+
+
+@pytest.mark.parametrize(
+    ("before", "count"), [(None, 1), (Suspended(pause_key="by hand", timeout_seconds=60), 1), (Failed(), 2)]
+)
+def test_a_flow_run_that_was_suspended_has_run_before_though_prefect_counts_one_run(client, before, count):
+    created = client.create_flow_run_from_deployment(ask.to_deployment("asked").apply())
+    if before is not None:
+        for state in (Pending(), Running(), before):
+            client.set_flow_run_state(created.id, state)
+        if before.is_paused():
+            client.resume_flow_run(created.id)
+        client.set_flow_run_state(created.id, Pending(), force=before.is_failed())
+    assert run_flow(ask, client.read_flow_run(created.id)) == (before is not None, count)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.runtime import flow_run
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
 from prefect_torch.flows.prefect_api.client import LazyClient
+from prefect_torch.flows.prefect_api.flow_run import has_run_before
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
@@ -54,7 +54,7 @@ class PageObserver:
         self._backoff = backoff or Backoff()
         self._client = LazyClient(_REQUEST_S)  # one for all pages
         key = artifact_key(job.run, self._store.path)
-        is_rerun = flow_run.run_count > 1  # else an old page, "suspended" or "failed", would stay beside the new one
+        is_rerun = has_run_before()  # else an old page, "suspended" or "failed", would stay beside the new one
         self._progress = LiveArtifact(f"{key}-progress", "progress", may_exist=is_rerun)
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table", may_exist=is_rerun)
         self._summary = LiveArtifact(f"{key}-summary", "markdown", may_exist=is_rerun)
