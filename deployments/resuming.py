@@ -129,7 +129,7 @@ def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, 
     newest = newest_heartbeat(client, running)
     if newest is None:  # without any heartbeat, silence means nothing
         return None
-    left_s = max(confirm_s, silent_s - (_now() - newest.occurred).total_seconds())
+    left_s = max(confirm_s, silent_s - seconds_since(newest))
     if left_s > confirm_s + _CLOCKS_DIFFER_S:  # it has not been silent for long
         return None
     until_s = time.monotonic() + left_s
@@ -158,6 +158,11 @@ def newest_heartbeat(client: SyncPrefectClient, running: FlowRun) -> ReceivedEve
     )
     newest = client.read_events(heartbeats, limit=1).events
     return newest[0] if newest else None
+
+
+def seconds_since(event: ReceivedEvent) -> float:
+    """Return how long ago an event occurred, by the clock of the machine that sent it."""
+    return (_now() - event.occurred).total_seconds()
 
 
 def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:

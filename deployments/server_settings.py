@@ -7,12 +7,12 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.exceptions import PrefectHTTPStatusError
 from pydantic import TypeAdapter
 
-IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
+_IN_MEMORY = "prefect.server.concurrency.lease_storage.memory"
 
 
 def keeps_leases_in_memory(client: SyncPrefectClient) -> bool:
     """Return whether a Prefect server loses its leases at a restart; False for Prefect Cloud, which keeps them."""
-    return bool(_read(client).get("concurrency", {}).get("lease_storage") == IN_MEMORY)
+    return bool(_read(client).get("concurrency", {}).get("lease_storage") == _IN_MEMORY)
 
 
 def remembers_heartbeats_for(client: SyncPrefectClient) -> timedelta | None:

@@ -4,14 +4,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from functools import partial
 from importlib import import_module
 from typing import Any
 from uuid import UUID
 
 import httpx
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     DeploymentFilter,
     DeploymentFilterId,
@@ -19,13 +18,13 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import RunDeployment
 from prefect.utilities.services import critical_service_loop
 from prefect_torch.flows.prefect_api.outage import is_outage
 from prefect_torch.flows.prefect_api.paging import read_pages
 
-from .resuming import newest_heartbeat
+from .resuming import newest_heartbeat, seconds_since
 
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
@@ -57,28 +56,28 @@ def start_resumers(actions: Mapping[UUID, RunDeployment]) -> None:
         actions: By each deployment's id, what its automation does: it starts the resumer with these parameters.
 
     """
-    with get_client(sync_client=True) as client:
-        for deployment_id, action in actions.items():
-            parameters = action.parameters or {}
+    for deployment_id, action in actions.items():
+        with get_client(sync_client=True) as client:
             running = read_pages(
                 client.read_flow_runs,
                 deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment_id])),
                 flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING]))),
             )
-            for flow_run in list(running):
-                newest = newest_heartbeat(client, flow_run)
-                if newest is None:
-                    continue
-                silent_s = (datetime.now(timezone.utc) - newest.occurred).total_seconds()
-                if silent_s + parameters["confirm_s"] < parameters["silent_s"]:
-                    continue
-                assert action.deployment_id is not None
-                client.create_flow_run_from_deployment(
-                    action.deployment_id,
-                    parameters={**parameters, "flow_run": str(flow_run.id)},
-                    idempotency_key=f"prefect-torch-silent-{newest.id}",
-                )
-                _logger.warning("flow run %r has had no heartbeat for %.0f s", flow_run.name, silent_s)
+            for flow_run in running:
+                _start_resumer(client, flow_run, action)
+
+
+def _start_resumer(client: SyncPrefectClient, running: FlowRun, action: RunDeployment) -> None:
+    newest, parameters = newest_heartbeat(client, running), action.parameters or {}
+    if newest is None or seconds_since(newest) + parameters["confirm_s"] < parameters["silent_s"]:
+        return
+    _logger.warning("flow run %r has had no heartbeat for %.0f s", running.name, seconds_since(newest))
+    assert action.deployment_id is not None
+    client.create_flow_run_from_deployment(
+        action.deployment_id,
+        parameters={**parameters, "flow_run": str(running.id)},
+        idempotency_key=f"prefect-torch-silent-{newest.id}",
+    )
 
 
 def _replace(loops: Mapping[str, Callable[..., Awaitable[None]]]) -> None:

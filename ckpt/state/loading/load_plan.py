@@ -161,14 +161,10 @@ class LoadPlan:
         one, two = self.entry_of(name), self.entry_of(other)
         if isinstance(one, ValueEntry) and isinstance(two, ValueEntry):
             return True if (one.digest, one.bytes, one.tensor) == (two.digest, two.bytes, two.tensor) else None
-        if (
-            not isinstance(one, TensorEntry)
-            or not isinstance(two, TensorEntry)
-            or (one.dtype, one.shape) != (two.dtype, two.shape)
-        ):
-            return None
-        forms = [{(it.offsets, it.sizes): it.digests for it in entry.chunks} for entry in (one, two)]
-        return forms[0] == forms[1] if forms[0].keys() == forms[1].keys() else None
+        if isinstance(one, TensorEntry) and isinstance(two, TensorEntry) and (one.dtype, one.shape) == (two.dtype, two.shape):
+            first, second = ({(it.offsets, it.sizes): it.digests for it in entry.chunks} for entry in (one, two))
+            return first == second if first.keys() == second.keys() else None
+        return None
 
     def has_any(self, node: Node) -> bool:
         """Return whether any value at or below `node` is for this rank: other ranks may have had more items in a container."""
@@ -204,7 +200,7 @@ class LoadPlan:
         if self._redistribute is None or not self.is_redistributed(node):
             return lambda: None  # a problem is recorded
         redistribute = self._redistribute
-        of_ranks = [self._read(node.names[rank], None) for rank in sorted(rank for rank in node.names if rank is not None)]
+        of_ranks = [self._read(name, None) for name in _names_of_ranks(node)]
         return lambda: redistribute(path_name(path), [get() for get in of_ranks], self._rank, self._world_size)
 
     def value(self, name: str) -> Get:
@@ -228,8 +224,7 @@ class LoadPlan:
     def redistributed_now(self, node: Node, path: Path) -> Any:
         """Return what the user's function makes of the values that another number of ranks had at `node`, read immediately."""
         assert self._redistribute is not None
-        values = self.values_now([node.names[rank] for rank in sorted(rank for rank in node.names if rank is not None)])
-        return self._redistribute(path_name(path), values, self._rank, self._world_size)
+        return self._redistribute(path_name(path), self.values_now(_names_of_ranks(node)), self._rank, self._world_size)
 
     def fill(self, target: torch.Tensor, entry: TensorEntry) -> None:
         """Plan to read a stored tensor into `target`; of a DTensor, this rank's part."""
@@ -275,6 +270,10 @@ class LoadPlan:
             return get
         self.fill(tensor, entry)
         return lambda: tensor
+
+
+def _names_of_ranks(node: Node) -> list[str]:
+    return [node.names[rank] for rank in sorted(rank for rank in node.names if rank is not None)]
 
 
 def tensors_in(value: Any, path: Path) -> dict[Path, torch.Tensor]:

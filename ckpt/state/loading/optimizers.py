@@ -89,19 +89,15 @@ def _stored_names(
             f"{where!r} has {len(groups)} parameter groups in the checkpoint, not {len(optimizer.param_groups)}"
         )
         return None
-    found: dict[int, str] = {}
-    given: dict[int, Any] = {}
+    lists: list[tuple[Node, Path, str | None]] = []
     for number in range(len(groups)):
         of_group, at = groups[number,].children.get("params", Node()), (*path, "param_groups", [number], "params")
         name = plan.name_of(of_group, at)
-        if name is not None:
-            found[number] = name
-        elif plan.is_redistributed(of_group):
-            given[number] = plan.redistributed_now(of_group, at)
-        else:
+        if name is None and not plan.is_redistributed(of_group):
             return None
-    given.update(zip(found, plan.values_now([*found.values()]), strict=True))
-    of_groups = [given[number] for number in range(len(groups))]
+        lists.append((of_group, at, name))
+    own = iter(plan.values_now([name for _, _, name in lists if name is not None]))
+    of_groups = [plan.redistributed_now(of_group, at) if name is None else next(own) for of_group, at, name in lists]
     numbered = _numbered(optimizer)
     chosen = next((it for it in (get() for get in names) if [_named(it, group) for group in numbered] == of_groups), names[0]())
     for number, (group, stored) in enumerate(zip(numbered, of_groups, strict=True)):

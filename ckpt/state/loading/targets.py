@@ -178,9 +178,9 @@ def undo_casts(now: Any, stored: Any) -> Any:
         return now if now.dtype == stored.dtype else stored.to(now.device)
     if isinstance(stored, Mapping) and isinstance(now, MutableMapping):
         now.update({key: undo_casts(now[key], value) for key, value in stored.items() if key in now})
-    elif isinstance(stored, list) and isinstance(now, list):
+    elif isinstance(stored, list) and isinstance(now, list) and len(now) == len(stored):
         now[:] = map(undo_casts, now, stored)
-    elif isinstance(stored, tuple) and isinstance(now, tuple):
+    elif isinstance(stored, tuple) and isinstance(now, tuple) and len(now) == len(stored):
         cast = [*map(undo_casts, now, stored)]
         return type(now)(*cast) if hasattr(now, "_fields") else type(now)(cast)
     return now

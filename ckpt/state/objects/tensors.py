@@ -1,6 +1,7 @@
 """The tensors that a state may hold, and this rank's part of each."""
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -107,21 +108,35 @@ def place_of(value: torch.Tensor) -> Place:
 
 
 def share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether this rank's parts of two tensors share memory; costs memory of their extent if they are interleaved."""
+    """Return whether this rank's parts of two tensors have a byte in common; interleaved ones have none.
+
+    As numpy.shares_memory does it: bounded integers are searched for that make the addresses of two elements equal.
+    """
     first, second = place_of(one), place_of(other)
-    start, stop = min(first.start, second.start), max(first.stop, second.stop)
     if first.stop <= second.start or second.stop <= first.start:
         return False
-    locals_ = local_tensor(one), local_tensor(other)
-    if all(it.is_contiguous() for it in locals_):
-        return True
-    used = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
-    mine, theirs = (
-        used.as_strided((*it.shape, it.element_size()), (*(s * it.element_size() for s in it.stride()), 1), place.start - start)
-        for it, place in zip(locals_, (first, second), strict=True)
-    )
-    mine.fill_(True)
-    return bool(theirs.any())
+    mine, theirs = _reaches(local_tensor(one)), _reaches(local_tensor(other))
+    strides = sorted({*mine, *theirs}, reverse=True)
+    return _is_sum(second.start - first.start, [(stride, -theirs[stride], mine[stride]) for stride in strides])
+
+
+def _reaches(local: torch.Tensor) -> Counter[int]:
+    """Return the largest index of a byte of `local` in each direction, by its stride in bytes."""
+    reaches = Counter({1: local.element_size() - 1})
+    for size, stride in zip(local.shape, local.stride(), strict=True):
+        if stride > 0:
+            reaches[stride * local.element_size()] += size - 1
+    return reaches
+
+
+def _is_sum(total: int, ranges: Sequence[tuple[int, int, int]]) -> bool:
+    """Return whether `total` is a sum of multiples of the strides, each with a factor between two bounds."""
+    if not ranges:
+        return total == 0
+    (stride, least, largest), rest = ranges[0], ranges[1:]
+    low, high = sum(it * lower for it, lower, _ in rest), sum(it * upper for it, _, upper in rest)
+    factors = range(max(least, -((high - total) // stride)), min(largest, (total - low) // stride) + 1)
+    return any(_is_sum(total - factor * stride, rest) for factor in factors)
 
 
 def local_part(value: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor] | None:

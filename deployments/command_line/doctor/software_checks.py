@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
-from prefect_torch.ckpt.text import without_login
+from prefect_torch.ckpt.text import show_some, without_login
 
 from .findings import Finding, Status
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _OLDEST_PYTHON = (3, 10)
 _NEWEST_STRICT_PREFECT = (3, 8, 8)  # up to this version the server cannot use a `ServerLibrary`'s refused versions
 _API_TIMEOUT_S = 10
-_MAX_NAMED = 5
 _LONG_OUTAGE = timedelta(hours=1)
 
 
@@ -122,7 +121,7 @@ def _check_limits(client: "SyncPrefectClient") -> Iterator[Finding]:
         yield Finding("deployments", "ok", f"{len(limited) or 'none'} with a concurrency limit")
         return
     yield Finding(
-        "deployments", "warning", f"concurrency limits on {_listed(limited)}: {limits.LEASES_LOST}", limits.WITHOUT_LEASE
+        "deployments", "warning", f"concurrency limits on {show_some(limited)}: {limits.LEASES_LOST}", limits.WITHOUT_LEASE
     )
 
 
@@ -137,15 +136,10 @@ def _check_restarts(client: "SyncPrefectClient") -> Iterator[Finding]:
         yield Finding("restarts", "ok", f"{len(restarted) or 'none'} by automations in work pools")
         return
     found = (
-        f"of {_listed(restarted)}: a flow run that dies during an outage of the Prefect server is not restarted if the outage "
-        f"ends more than {remembered.total_seconds():g} s after the death would have been noticed"
+        f"of {show_some(restarted)}: a flow run that dies during an outage of the Prefect server is not restarted if the "
+        f"outage ends more than {remembered.total_seconds():g} s after the death would have been noticed"
     )
     yield Finding("restarts", "warning", found, "start the server with PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER=P1D")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{more}"
 
 
 def _api_url() -> str | None:

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import pickle
+import random
 import sys
 import traceback
 import tracemalloc
@@ -21,7 +22,7 @@ from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.loading import read
 from prefect_torch.ckpt.state.objects.flatten import flatten
-from prefect_torch.ckpt.state.objects.tensors import local_part
+from prefect_torch.ckpt.state.objects.tensors import local_part, share_elements
 from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
 from ranks import Attempt
 from states import check_equal
@@ -546,6 +547,22 @@ def test_a_part_of_a_large_tensor_in_a_tuple_is_stored_without_the_rest(store):
     checkpoint.load_state(loaded)
     assert loaded["pair"][0].tolist() == [1.0, 2.0]
     assert loaded["pair"][1]["item"][0].tolist() == [5.0]
+
+
+def test_views_share_elements_if_numpy_says_so():
+    drawn, found = random.Random(0), set()
+    for _ in range(2000):
+        base = torch.zeros(drawn.choice([12, 40, 300]), dtype=drawn.choice([torch.uint8, torch.int16, torch.float32]))
+        views = []
+        while len(views) < 2:
+            shape, stride = ([drawn.randint(1, most) for _ in range(drawn.randint(0, 3))] for most in (5, 20))
+            last = sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
+            if len(shape) == len(stride) and last < len(base):
+                views.append(base.as_strided(shape, stride, drawn.randint(0, len(base) - 1 - last)))
+        one, other = views
+        found.add(share_elements(one, other))
+        assert share_elements(one, other) == np.shares_memory(one.numpy(), other.numpy())
+    assert found == {True, False}
 
 
 def test_views_of_one_tensor_that_lie_apart_are_loaded_in_place(store):
