@@ -185,6 +185,11 @@ def _check_alike(shards: Sequence[Sequence[TensorShard]]) -> None:
                     f"rank {rank} has {shard.name!r} as {shard.dtype} {list(shard.shape)} but rank {known_rank} as "
                     f"{known.dtype} {list(known.shape)}: report the same model on every rank, or what differs as RankLocal(...)"
                 )
+            if shard.path != known.path:
+                raise ReportMismatchError(
+                    f"{shard.name!r} is at the path {list(shard.path)} of rank {rank}'s state but at {list(known.path)} of "
+                    f"rank {known_rank}'s ([0] is an index of a list): give one form on all ranks, or mark it with RankLocal"
+                )
 
 
 def _check_whole(shards: Sequence[Sequence[TensorShard]]) -> None:

@@ -1,5 +1,6 @@
 """States to report, and how to compare them bit by bit."""
 
+import numpy as np
 import torch
 from prefect_torch.ckpt import RankLocal
 
@@ -57,6 +58,8 @@ def check_equal(one, other, path="state"):
     """Compare two states to the last bit."""
     one, other = plain(one), plain(other)
     assert type(one) is type(other), path
+    if isinstance(one, np.ndarray):
+        one, other = torch.from_numpy(one), torch.from_numpy(other)
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape) == (other.dtype, other.shape), path
         assert torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)), path

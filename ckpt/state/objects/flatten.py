@@ -49,6 +49,12 @@ class Leaf:
     by_first: bool = False
     array: ArrayKind | None = None
 
+    @property
+    def form(self) -> str:
+        """What its name leaves open, "" for nothing: a list's index or a dict's key, a key with a dot, a NumPy array."""
+        is_plain = self.array is None and len(self.path) == self.name.count(".") + 1
+        return "" if is_plain and all(type(step) is str for step in self.path) else f"{self.array}{self.path}"
+
 
 @dataclass(slots=True)
 class Flattened:

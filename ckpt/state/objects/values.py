@@ -31,7 +31,7 @@ class Value:
     Attributes:
         name: Its name.
         path: Its path in the state.
-        digest: Equal on two ranks if their values are.
+        digest: Equal on two ranks if their values and forms are.
         encode: Returns its bytes from torch.save.
         tensor: The dtype and shape of a small tensor, else None.
 
@@ -72,9 +72,9 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
         return _hold_tensor(leaf, value.detach().to("cpu", copy=True).contiguous() if kept is None else kept)
     if _is_marshalled(value):
         marshalled = _marshalled(value)
-        return Value(leaf.name, leaf.path, _digest(marshalled), lambda: _saved(marshal.loads(marshalled)))  # noqa: S302 - our own bytes
+        return Value(leaf.name, leaf.path, _digest(leaf, marshalled), lambda: _saved(marshal.loads(marshalled)))  # noqa: S302 - our own bytes
     saved = _checked(leaf)
-    return Value(leaf.name, leaf.path, _digest(saved), lambda: saved)
+    return Value(leaf.name, leaf.path, _digest(leaf, saved), lambda: saved)
 
 
 def read_value(data: bytes) -> Any:
@@ -90,32 +90,32 @@ def why_unreadable(exc: Exception) -> str:
 
 
 def digest_tensors(leaves: Sequence[Leaf]) -> dict[str, str]:
-    """Return a digest of each leaf's tensor by the leaf's name: of its dtype, shape and bytes.
+    """Return a digest of each leaf's tensor by the leaf's name: of its form, dtype, shape and bytes.
 
     Digests are equal on two ranks if these are and both tensors are on CPUs, or both on devices. Each tensor is read once, on
     its own device, and one copy for each device brings the sums of its tensors to the host.
     """
     remote = [leaf for leaf in leaves if not leaf.value.is_cpu]
     sums = brought_to_host([sums_of_words(leaf.value.detach()) for leaf in remote])
-    digests = {leaf.name: _digest_tensor(leaf.value) for leaf in leaves if leaf.value.is_cpu}
+    digests = {leaf.name: _digest_tensor(leaf, leaf.value) for leaf in leaves if leaf.value.is_cpu}
     for leaf, of_leaf in zip(remote, sums, strict=True):
-        digests[leaf.name] = "multilinear:" + _digest_bytes(leaf.value, of_leaf)
+        digests[leaf.name] = "multilinear:" + _digest_bytes(leaf, of_leaf)
     return digests
 
 
-def _digest_tensor(tensor: torch.Tensor) -> str:
-    return _digest_bytes(tensor, tensor.detach().resolve_conj().resolve_neg().contiguous())
+def _digest_tensor(leaf: Leaf, tensor: torch.Tensor) -> str:
+    return _digest_bytes(leaf, tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
-def _digest_bytes(tensor: torch.Tensor, data: torch.Tensor) -> str:
-    digest = xxhash.xxh3_64(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+def _digest_bytes(leaf: Leaf, data: torch.Tensor) -> str:
+    digest = xxhash.xxh3_64(f"{leaf.form} {leaf.value.dtype} {tuple(leaf.value.shape)}".encode())
     digest.update(memory_of(data))
     return digest.hexdigest()
 
 
 def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
     form = DTYPE_NAMES[kept.dtype], tuple(kept.shape)
-    return Value(leaf.name, leaf.path, _digest_tensor(kept), lambda: _saved(kept), form)
+    return Value(leaf.name, leaf.path, _digest_tensor(leaf, kept), lambda: _saved(kept), form)
 
 
 def _is_marshalled(value: Any) -> bool:
@@ -185,5 +185,5 @@ class _EmptyBytes:
         dispatch: ClassVar[dict[Any, Any]] = {**pickle._Pickler.dispatch, bytes: _save_bytes}  # noqa: SLF001 - the pickler in C cannot be changed
 
 
-def _digest(data: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
+def _digest(leaf: Leaf, data: bytes) -> str:
+    return leaf.form + xxhash.xxh3_64_hexdigest(data)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
@@ -551,3 +552,38 @@ def test_an_optimizers_lists_and_tuples_keep_their_dtypes(store):
     assert report(store, lambda _: state, ranks=1) == [None]
     load(store, fresh, 0, 1)
     check_equal(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("as_numpy", [False, True])
+@pytest.mark.parametrize(
+    "forms",
+    [
+        [lambda it: [it], lambda it: {0: it}],
+        [lambda it: {0: it}, lambda it: {"0": it}],
+        [lambda it: {"a": {"b.c": it}}, lambda it: {"a.b": {"c": it}}],
+    ],
+)
+def test_what_is_equal_on_two_ranks_in_containers_of_other_forms_comes_back_in_the_form_of_each(store, forms, size, as_numpy):
+    def state(rank, value):
+        tensor = torch.full((size,), value)
+        return {"it": forms[rank]({"array": tensor.numpy() if as_numpy else tensor, "count": int(value)})}
+
+    assert report(store, lambda rank: state(rank, 7.0)) == [None, None]
+    for rank in range(2):
+        check_equal(load(store, {"it": None}, rank), state(rank, 7.0))
+        check_equal(load(store, state(rank, 0.0), rank), state(rank, 7.0))
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_an_array_on_one_rank_and_a_tensor_on_another_stay_what_they_are(store, size):
+    tensor = torch.arange(size)
+    assert report(store, lambda rank: {"it": tensor if rank else tensor.numpy()}) == [None, None]
+    assert isinstance(load(store, {"it": None}, 0)["it"], np.ndarray)
+    assert isinstance(load(store, {"it": None}, 1)["it"], torch.Tensor)
+
+
+def test_a_module_at_another_path_on_another_rank_is_refused(store):
+    errors = report(store, lambda rank: {"it": {0: torch.nn.Linear(3, 3)} if rank else [torch.nn.Linear(3, 3)]})
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "is at the path ['it', 0, 'weight'] of rank 1's state but at ['it', [0], 'weight'] of rank 0's" in str(errors[0])
