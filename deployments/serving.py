@@ -1,4 +1,4 @@
-"""Serving while Prefect's API is away, and after it was: Prefect's own runner ends after four minutes, with its flow runs."""
+"""Serving while Prefect's API is away or refuses, and after it: Prefect's own runner ends in minutes, with its flow runs."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import RunDeployment
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.flows.prefect_api.outage import is_outage
+from prefect_torch.flows.prefect_api.outage import is_key_refused, is_outage
 from prefect_torch.flows.prefect_api.paging import read_pages
 
 from .resuming import newest_heartbeat, seconds_since
@@ -29,15 +29,20 @@ from .resuming import newest_heartbeat, seconds_since
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
 _CANCELLED = "prefect._internal.observers.critical_service_loop"
+_AWAY = "Prefect's API is away (%r): flow runs go on, and due ones start when it is back"
+_REFUSED = (
+    "Prefect's API refuses the key of this process (%r): flow runs go on, and due ones wait. Unless it is to be valid again, "
+    "start another `serve` with a new key, and end this one when its flow runs have ended"
+)
 _logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def runner_outlasts_outages(after_outage: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Let the runners of the body poll on for as long as Prefect's API is away, and call `after_outage` when it is back.
+    """Let the runners of the body poll on while Prefect's API is away or refuses the key; call `after_outage` afterwards.
 
-    Otherwise, three polls in a row without an answer end the polling for cancellations and suspensions, and the runner. The
-    runner ends all flow runs that it has started, and no automation restarts them, since nothing runs the restarts.
+    Otherwise, a refusal, or three polls in a row without an answer, end the polling for cancellations and suspensions, and the
+    runner. The runner ends all flow runs that it has started, and no automation restarts them: nothing runs the restarts.
     """
     _replace({_DUE: partial(_poll_patiently, after_outage), _CANCELLED: partial(_poll_patiently, lambda: None)})
     try:
@@ -89,24 +94,25 @@ def _replace(loops: Mapping[str, Callable[..., Awaitable[None]]]) -> None:
 async def _poll_patiently(
     after_outage: Callable[[], object], workload: Callable[[], Awaitable[None]], interval: float, **options: Any
 ) -> None:
-    """Run Prefect's loop with a workload that passes over an outage; its beginning and its end are logged."""
-    is_lost = False
+    """Run Prefect's loop with a workload that passes over an outage or a refusal; its beginning and its end are logged."""
+    lost: str | None = None
 
     async def poll() -> None:
-        nonlocal is_lost
+        nonlocal lost
         try:
             await workload()
-            if is_lost:
+            if lost is not None:
                 await asyncio.to_thread(after_outage)
         except httpx.HTTPError as exc:
-            if not is_outage(exc):
+            if not is_outage(exc) and not is_key_refused(exc):
                 raise
-            if not is_lost:
-                _logger.warning("Prefect's API is away (%r): flow runs go on, and due ones start when it is back", exc)
-            is_lost = True
+            said = _REFUSED if is_key_refused(exc) else _AWAY
+            if lost != said:
+                _logger.warning(said, exc)
+            lost = said
         else:
-            if is_lost:
+            if lost is not None:
                 _logger.warning("Prefect's API is back")
-            is_lost = False
+            lost = None
 
     await critical_service_loop(poll, interval, **options)

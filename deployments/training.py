@@ -148,9 +148,10 @@ def deploy(
 def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> None:
     """Register `deployments` and run their scheduled and triggered flow runs on this machine, until interrupted.
 
-    It goes on while Prefect's API is away: the flow runs that it has started continue, and due ones start when the API is back.
-    Prefect's own `serve` ends after about four minutes without an answer, and ends its flow runs. With `max_restarts`, flow
-    runs that died meanwhile, or since an earlier `serve` ended, are restarted, even if the server has missed it.
+    It goes on while Prefect's API is away, or refuses an expired key: the flow runs that it has started continue, and due ones
+    start afterwards. Prefect's own `serve` ends at once if the key is refused, after about four minutes without an answer, and
+    ends its flow runs. With `max_restarts`, flow runs that died meanwhile, or since an earlier `serve` ended, are restarted,
+    even if the server has missed it.
 
     Args:
         deployments: Return values of `make_deployment`.

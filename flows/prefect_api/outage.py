@@ -34,6 +34,7 @@ _LONGEST_S = 600.0
 _POLL_S = 1.0
 _JUST_NOW_S = 1.0
 _LATER = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # a proxy says so, or Prefect Cloud
+_OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
@@ -76,6 +77,11 @@ def is_outage(error: BaseException) -> bool:
     """
     keeper = _keeper.get(None)
     return _is_away(error) and (keeper is None or not keeper.has_given_up)
+
+
+def is_key_refused(error: BaseException) -> bool:
+    """Return whether Prefect's API refused a request for its key, which may have expired, perhaps not for good."""
+    return isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _OF_KEY
 
 
 def _is_away(error: BaseException) -> bool:

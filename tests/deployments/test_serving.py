@@ -79,8 +79,18 @@ def test_what_is_due_after_an_outage_is_tried_until_the_api_has_answered_it(capl
     assert said[-1] == "Prefect's API is back"
 
 
-def test_a_refusal_still_ends_a_runner():
-    refused = answered(401)
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_key_ends_no_flow_run_either(status, caplog):
+    back = []
+    with runner_outlasts_outages(after_outage=lambda: back.append(1)):
+        assert poll([None, *[answered(status)] * 5, answered(503), *[answered(status)] * 5, None])[0] == 14
+    assert len(back) == 1
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
+    assert ["start another `serve` with a new key" in it for it in said] == [True, False, True, False]
+
+
+def test_another_refusal_still_ends_a_runner():
+    refused = answered(404)
     with runner_outlasts_outages():
         assert poll([None, refused, None]) == (2, refused)
 

@@ -14,6 +14,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
 from prefect_torch.flows.prefect_api.client import own_connections
+from prefect_torch.flows.prefect_api.outage import is_key_refused, is_outage
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -21,8 +22,6 @@ PERIOD_S = 5.0
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
 _REQUEST_S = 5.0
-# With an expired API key all events are refused, perhaps not for good: one warning at the end has their number.
-_OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _OF_ONE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
@@ -144,7 +143,7 @@ def _is_permanent(exc: Exception) -> bool:
     """Return whether the same request would be refused again, here or by the server."""
     if not isinstance(exc, httpx.HTTPStatusError):
         return isinstance(exc, _UnencodableError)
-    return exc.response.is_client_error and exc.response.status_code not in (HTTPStatus.TOO_MANY_REQUESTS, *_OF_KEY)
+    return exc.response.is_client_error and not is_outage(exc) and not is_key_refused(exc)
 
 
 def _is_of_one(exc: Exception) -> bool:
