@@ -21,6 +21,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.records import check_depth
+from prefect_torch.ckpt.storage.specs.location import absolute
 from prefect_torch.ckpt.text import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -417,7 +418,7 @@ def _named(path: str | PathLike[str]) -> str:
     if not named:
         raise ValueError("the path of a checkpoint is empty; '.' is the working directory")
     named = named.rstrip("/") or "/"
-    return named if "://" in named else str(Path(named).absolute())
+    return named if "://" in named else absolute(named)
 
 
 def _split(path: str) -> tuple[str, str, str, str]:

@@ -1,10 +1,10 @@
 """The checkpoints of one run, and the runs of a storage."""
 
 import builtins
+import logging
 import reprlib
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
@@ -20,6 +20,8 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.ckpt.storage.opening import StorageLike, open_storage
 from prefect_torch.ckpt.text import utc_now
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class CheckpointStore(Run):
 
 
 def list_runs(storage: StorageLike) -> Iterator[str]:
-    """Yield the names of the runs in `storage`, sorted, without the trials of sweeps.
+    """Yield the names of the runs in `storage`, sorted, without the trials of sweeps; denied ones are left out, and logged.
 
     Costs one listing, and one request per run, whatever its number of checkpoints.
 
@@ -225,9 +227,14 @@ def list_runs(storage: StorageLike) -> Iterator[str]:
     for folder in sorted(set(opened.folders(""))):
         if not is_run_name(folder):
             continue
-        with suppress(FileNotFoundError):  # another program's directory
+        try:
             opened.size(Layout(folder).run_info)
-            yield folder
+        except FileNotFoundError:  # another program's directory
+            continue
+        except PermissionError as exc:
+            _logger.warning("left out: %s", exc)
+            continue
+        yield folder
 
 
 Checkpoint.open_run = CheckpointStore.open  # a handle made from a URL also has a store

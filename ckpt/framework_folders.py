@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,8 +132,8 @@ def part_of_rank(
             source = str((folder / path).resolve())
             try:
                 link(source, str(target))
-            except OSError:  # no hard links here, or none across directories (BeeGFS): the report then copies the file
-                target.symlink_to(source)
+            except OSError:  # no hard links here, or none across directories (BeeGFS); `folder` may go before the part does
+                shutil.copyfile(source, target)
         yield Checkpoint.from_directory(part)
 
 

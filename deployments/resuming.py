@@ -12,6 +12,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.events import ReceivedEvent
 from prefect.events.filters import EventFilter
+from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.arguments import name_run
@@ -70,6 +71,8 @@ def resume(
     flow_run_id = UUID(flow_run.removeprefix(FLOW_RUN))
     with get_client(sync_client=True) as client:
         crashed = client.read_flow_run(flow_run_id)
+        if (own_id := this_flow_run.id) is not None:  # an automation cannot give a name
+            client.update_flow_run(UUID(own_id), name=f"resume-{crashed.name}")
         reason = _why_not(client, crashed, max_restarts, silent_s, confirm_s)
         if reason is not None:
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)

@@ -18,9 +18,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
-from prefect_torch.ckpt.text import show_count
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows.arguments import show_ranks
 from prefect_torch.flows.calls.short_tracebacks import large_parameters_explained
 from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
@@ -68,7 +68,7 @@ def make_deployment(
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
-    function, ranks = reference_to(train_fn), _show_ranks(scaling or ScalingConfig())
+    function, ranks = reference_to(train_fn), show_ranks(scaling or ScalingConfig())
     deployment = train.to_deployment(
         name=name,
         description=f"Trains `{function}` on {ranks}. {_RESUMES}",
@@ -173,11 +173,6 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         restart()
         with runner_outlasts_outages(after_outage=restart):
             prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))
-
-
-def _show_ranks(scaling: ScalingConfig) -> str:
-    fewest, most = scaling.fewest_workers, scaling.most_workers
-    return show_count(most, "rank") if fewest == most else f"{fewest} to {most} ranks"
 
 
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:

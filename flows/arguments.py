@@ -15,6 +15,7 @@ from prefect_torch.ckpt import Checkpoint, StorageSpec
 from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.specs.location import canonical
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import restarted_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -32,15 +33,40 @@ def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
     """Return the GPUs that ranks need, without taking them yet.
 
     Raises:
-        ValueError: If this machine has fewer GPUs than ranks.
+        ValueError: If this machine has fewer GPUs than ranks, or `regrow_after_s` is given without a cluster.
 
     """
-    owner = f"flow run {flow_run.name}"
-    gpus = GpuAllocation(
-        scaling.most_workers if scaling.use_gpu and scaling.cluster is None else 0, scaling.wait_for_gpus_s, owner
-    )
+    gpus = gpus_of(scaling, f"flow run {flow_run.name}", scaling.wait_for_gpus_s)
     gpus.check()
     return gpus
+
+
+def gpus_of(scaling: ScalingConfig, owner: str, wait_s: float | None) -> GpuAllocation:
+    """Return the GPUs that ranks need of this machine, none with a cluster.
+
+    Args:
+        scaling: The ranks.
+        owner: As for a GpuAllocation.
+        wait_s: As for a GpuAllocation.
+
+    Raises:
+        ValueError: If `regrow_after_s` is given without a cluster.
+
+    """
+    if scaling.cluster is None and scaling.regrow_after_s is not None:
+        raise ValueError(
+            f"regrow_after_s={scaling.regrow_after_s:g} asks a cluster for more machines, and there is none: give "
+            "ScalingConfig(cluster=...), or leave it out; on this machine, each attempt takes the GPUs that are free"
+        )
+    if not scaling.use_gpu or scaling.cluster is not None:
+        return GpuAllocation(0, wait_s, owner)
+    return GpuAllocation(scaling.most_workers, wait_s, owner, fewest=scaling.fewest_workers)
+
+
+def show_ranks(scaling: ScalingConfig) -> str:
+    """Return the number of ranks, or the range of it, as text."""
+    fewest, most = scaling.fewest_workers, scaling.most_workers
+    return show_count(most, "rank") if fewest == most else f"{fewest} to {most} ranks"
 
 
 def machines_for(scaling: ScalingConfig) -> Machines | None:

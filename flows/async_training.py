@@ -49,8 +49,12 @@ async def atrain(
     work = asyncio.ensure_future(asyncio.to_thread(call))  # in a copy of this context, which makes it a subflow
     while True:
         try:
-            return await asyncio.shield(work)
+            result = await asyncio.shield(work)
         except asyncio.CancelledError as exc:
             if work.done():
                 raise
             switch.cause = switch.cause or exc  # a second cancellation waits for the same end
+        else:
+            if switch.cause is not None:  # it came when the ranks had ended
+                raise switch.cause
+            return result

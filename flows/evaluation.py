@@ -35,6 +35,7 @@ from .arguments import find_named, gpus_for, machines_for
 from .interruptions import cancellable
 
 _POLL_S = 0.05
+_MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage may have refused it only once
 
 
 @short_tracebacks
@@ -206,11 +207,11 @@ def _choose(
 
 
 def _new_checkpoints(store: CheckpointStore, name: str, pause: Callable[[], None] | None) -> Iterator[CheckpointRef]:
-    seen: set[str] = set()
+    looks: dict[str, int] = {}
     while True:
         may_come = pause is not None and is_being_trained(store)  # checked first, so that the last checkpoints are found below
         with library_logs_in_run():
-            new = _unevaluated(store, name, seen)
+            new = _unevaluated(store, name, looks)
         yield from new
         if pause is None or not (may_come or new):
             return
@@ -218,18 +219,22 @@ def _new_checkpoints(store: CheckpointStore, name: str, pause: Callable[[], None
             pause()
 
 
-def _unevaluated(store: CheckpointStore, name: str, seen: set[str]) -> list[CheckpointRef]:
-    """Return the checkpoints that have no evaluation `name`, oldest first, without those in `seen`, and add all to `seen`.
+def _unevaluated(store: CheckpointStore, name: str, looks: dict[str, int]) -> list[CheckpointRef]:
+    """Return the checkpoints that have no evaluation `name`, oldest first, unless they were returned or left out before.
 
-    Costs a listing, and a small read for each object of a new checkpoint. A damaged checkpoint is left out.
+    Costs a listing, and a small read for each object of a new checkpoint. One that cannot be read five times is left out.
+
+    Args:
+        store: The run.
+        name: The evaluation.
+        looks: How often to look at a checkpoint yet, by its id, if that was looked at before.
+
     """
-    new = [listed for listed in store.listed() if listed.id not in seen]
-    seen.update(listed.id for listed in new)
-    return [
-        CheckpointRef(store.spec, store.run, manifest.id)
-        for manifest in read_manifests(store, new)
-        if name not in manifest.evaluations
-    ]
+    listed = [it for it in store.listed() if looks.setdefault(it.id, _MOST_LOOKS) > 0]
+    looks.update({it.id: looks[it.id] - 1 for it in listed})
+    new = read_manifests(store, listed)
+    looks.update({manifest.id: 0 for manifest in new})
+    return [CheckpointRef(store.spec, store.run, manifest.id) for manifest in new if name not in manifest.evaluations]
 
 
 def _evaluate_all(

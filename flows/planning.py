@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointStore, StorageSpec
+from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import next_number
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -15,7 +15,6 @@ from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
-from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -24,7 +23,7 @@ from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
 from prefect_torch.tasks.training.start import lineage_of, missing_run_named, nothing_to_resume
 
-from .arguments import initial_checkpoint
+from .arguments import gpus_of, initial_checkpoint, show_ranks
 
 TO_END_S = 5.0  # after the grace: to stop ranks and to record the outcome
 Status: TypeAlias = Literal["ok", "warning", "wrong"]
@@ -109,9 +108,13 @@ def plan(
     found: list[TrainingPlan] = []
 
     def look() -> Iterator[PlanLine]:
-        spec = replace(configured_storage(run.storage, run.storage_deadline_s), retry=INTERACTIVE_RETRY_POLICY)
+        spec = configured_storage(run.storage, run.storage_deadline_s, run.sync)
+        spec = replace(spec, retry=INTERACTIVE_RETRY_POLICY, options={} if run.sync else spec.options)
         probe = probe_storage(open_storage(spec))
         yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
+        if run.sync is not None:
+            text = f"{run.sync.target} was not read: a training first downloads the checkpoints that are only there"
+            yield PlanLine("storage", "ok", text)
         found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), resume_from))
 
     lines += _found("storage", look)
@@ -146,7 +149,7 @@ def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None
 
 
 def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
-    ranks = show_count(scaling.most_workers, "rank")
+    gpus, ranks = gpus_of(scaling, "a plan", 0.0), show_ranks(scaling)
     if scaling.cluster is not None:
         named = scaling.cluster if isinstance(scaling.cluster, str) else type(scaling.cluster).__name__
         yield PlanLine("machines", "ok", f"{ranks} on machines of {named}, which was not contacted")
@@ -154,7 +157,6 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
     if not scaling.use_gpu:
         yield PlanLine("gpus", "ok", f"{ranks} without a GPU")
         return
-    gpus = GpuAllocation(scaling.most_workers, 0.0, "a plan")
     gpus.check()
     try:
         gpus.take(lambda: None)
@@ -162,6 +164,7 @@ def _check_gpus(scaling: ScalingConfig) -> Iterator[PlanLine]:
         waits = "fails" if scaling.wait_for_gpus_s == 0 else "waits"
         yield PlanLine("gpus", "wrong" if waits == "fails" else "warning", f"{exc.in_use}; the training {waits}")
     else:
+        ranks = show_count(len(gpus.uuids), "rank")
         yield PlanLine("gpus", "ok", f"{ranks}, each with a GPU, which are free: {', '.join(gpus.uuids)}")
     finally:
         gpus.release()
@@ -199,6 +202,8 @@ def _look_at_run(
     try:
         initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))
         if run.name is None:
+            if initial is None and run.resume == "must":
+                raise CheckpointNotFoundError("a run without a name is new, and resume='must' asks for one with a checkpoint")
             return _plan_of_start(_verified(initial, run), "a run with a name of its own", {}, ())
         return _look_at_named(CheckpointStore.open(spec, run.name), run, checkpoint, initial)
     except (CheckpointError, ValueError) as exc:

@@ -58,6 +58,7 @@ def prune(
     Raises:
         StorageError: If a deletion failed; the next prune tries again.
         CheckpointError: If a run cannot be read, such as one of a newer version; the others were pruned.
+        PermissionError: If a run's own files may not be read; the others were pruned.
         FileNotFoundError: If one of `runs` does not exist; then nothing was deleted.
 
     """
@@ -81,10 +82,10 @@ def prune(
 
 def _read_policies(
     spec: StorageSpec, names: Sequence[str], *, must_exist: bool
-) -> tuple[dict[str, RetentionPolicy], list[CheckpointError]]:
+) -> tuple[dict[str, RetentionPolicy], list[Exception]]:
     """Return the policies of the runs that can be pruned, and the errors of the others, which are logged."""
     found: dict[str, RetentionPolicy] = {}
-    refused: list[CheckpointError] = []
+    refused: list[Exception] = []
     for name in names:
         store = CheckpointStore.open(spec, name)
         try:
@@ -95,7 +96,7 @@ def _read_policies(
                 if must_exist:
                     check_begun(store)
                 get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
-        except CheckpointError as exc:
+        except (CheckpointError, PermissionError) as exc:
             get_run_logger().error("run %r is not pruned: %s", name, exc)
             refused.append(exc)
     return found, refused

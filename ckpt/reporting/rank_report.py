@@ -82,9 +82,14 @@ class Report:
     awaits_commits: bool = False
 
     def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
-        """Return the description of the report for rank 0; the caller must send it."""
-        state = None if self.snapshot is None else self.snapshot.describe()
+        """Return the description of the report for rank 0; the caller must send it.
+
+        Raises:
+            OSError: If the reported directory is gone; nothing needs to be sent then.
+
+        """
         directory = "" if self.directory is None or self.upload != "async" else _identity_of(self.directory)
+        state = None if self.snapshot is None else self.snapshot.describe()
         return Intent(
             rank,
             self.step,

@@ -132,13 +132,13 @@ class RankSession:
             newest = max([self._commits.committed_step, *(commit.step for commit in self._background.commits)])
             try:
                 report = self._preparation.prepare(given, cleanup, following=following, newest=newest)
+                asks = self._decisions is not None and self._decisions.asks(
+                    report.step, self._num_reports + 1, report.metrics, has_checkpoint=report.upload is not None
+                )
+                intent = report.intent(self.context.world_rank, self._requests.num_requests, asks_leader=asks)
             except Exception as exc:
                 self._rounds.abstain(exc, self._last_step)
                 raise
-            asks = self._decisions is not None and self._decisions.asks(
-                report.step, self._num_reports + 1, report.metrics, has_checkpoint=report.upload is not None
-            )
-            intent = report.intent(self.context.world_rank, self._requests.num_requests, asks_leader=asks)
             agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             if self._node_copy is not None:
                 self._node_copy.release()  # every rank has restored the checkpoint by now

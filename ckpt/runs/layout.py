@@ -3,6 +3,10 @@
 <run>/run.json                       format version, run id (uuid), created at and by
 <run>/sweep.json                     of a sweep: what it searches; its trials are runs in its directory
 <run>/journal/<last>-<attempt>-<count>.jsonl  of a sweep: `count` entries that end with number `last`
+<run>/deployed.json                  of a sweep: exists while flow runs of a deployment lead its trials
+<run>/asked/<trial>-<token>.json     of a sweep: a question of a trial's leader
+<run>/answered/<trial>-<token>.json  of a sweep: its answer
+<run>/last-pin.json                  of a sweep: the trial with the newest pin, and the one that is to begin from that
 <run>/attempts/<attempt>-<token>.json  a claim of the attempt; unique per claimer, so no claim overwrites another
 <run>/outcomes/<attempt>.json        how the attempt ended
 <run>/checkpoints/<id>/<path>        data, immutable
@@ -22,6 +26,7 @@
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
 <run>/deletions/pin.<token>.json     no mark: proves to a pin that a listing of marks is real; exists for a moment
+<run>/synced.json                    only where a tool copies the run to: its directory exists there before the first download
 """
 
 import re
@@ -72,6 +77,28 @@ class Layout:
     @property
     def journal(self) -> str:
         return f"{self.run}/journal/"
+
+    @property
+    def deployed(self) -> str:
+        return f"{self.run}/deployed.json"
+
+    @property
+    def all_asked(self) -> str:
+        return f"{self.run}/asked/"
+
+    def asked(self, token: str) -> str:
+        return f"{self.all_asked}{token}.json"
+
+    @property
+    def all_answered(self) -> str:
+        return f"{self.run}/answered/"
+
+    def answered(self, token: str) -> str:
+        return f"{self.all_answered}{token}.json"
+
+    @property
+    def last_pin(self) -> str:
+        return f"{self.run}/last-pin.json"
 
     @property
     def latest(self) -> str:

@@ -95,7 +95,8 @@ def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[
     for name in sorted(names, key=_order):
         file = name.partition(".")[0]
         if rank is None or file == f"rank-{rank}":
-            for line in run.storage.get_bytes(folder + name).decode(errors="replace").splitlines():
+            text = run.storage.get_bytes(folder + name).decode(errors="replace")
+            for line in text.removesuffix("\n").split("\n") if text else ():  # not splitlines, which knows other ends, too
                 yield file, line
 
 

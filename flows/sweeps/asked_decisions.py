@@ -1,9 +1,4 @@
-"""Decisions on trials in other processes: requested by the trials' leaders and answered by the sweep, through their storage.
-
-<sweep>/deployed.json                    exists while flow runs of a deployment lead the sweep's trials
-<sweep>/asked/<trial>-<token>.json       a question of a trial's leader
-<sweep>/answered/<trial>-<token>.json    the sweep's answer
-"""
+"""Decisions on trials in other processes: requested by the trials' leaders and answered by the sweep, through their storage."""
 
 import logging
 import secrets
@@ -28,19 +23,19 @@ _logger = logging.getLogger(__name__)
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
     """Record whether the leaders of the sweep's trials send it questions, and delete answers that no leader waits for."""
-    unread = {stem(key): key for key in sweep.keys(f"{sweep.name}/answered/")}
-    for token in sweep.keys(f"{sweep.name}/asked/"):  # listed after the answers, whose readers delete the question first
+    unread = {stem(key): key for key in sweep.keys(sweep.layout.all_answered)}
+    for token in sweep.keys(sweep.layout.all_asked):  # listed after the answers, whose readers delete the question first
         unread.pop(stem(token), None)
     sweep.storage.delete(unread.values())
     if are_expected:
-        sweep.put_json(_marker(sweep), {"asks": True})
+        sweep.put_json(sweep.layout.deployed, {"asks": True})
     else:
-        sweep.storage.delete([_marker(sweep)])
+        sweep.storage.delete([sweep.layout.deployed])
 
 
 def are_questions_expected(sweep: Run) -> bool:
     """Return whether the trials of the sweep are led by other processes, which send it questions."""
-    return sweep.get_json(_marker(sweep)) is not None
+    return sweep.get_json(sweep.layout.deployed) is not None
 
 
 def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDecisions | None":
@@ -105,17 +100,17 @@ class AskedDecisions:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
         token = f"{self.trial}-{secrets.token_hex(8)}"
-        self.sweep.put_json(_asked(self.sweep, token), _plain(question))
+        self.sweep.put_json(self.sweep.layout.asked(token), _plain(question))
         until_s, pause_s = time.monotonic() + self.longest_wait_s, _FIRST_PAUSE_S
         try:
-            while (answer := self.sweep.get_json(_answered(self.sweep, token))) is None:
+            while (answer := self.sweep.get_json(self.sweep.layout.answered(token))) is None:
                 if self.is_terminated() or time.monotonic() >= until_s:
                     return None
                 self.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:  # in this order: a sweep that answers meanwhile takes its answer back, unless it still sees the question
-            self.sweep.storage.delete([_asked(self.sweep, token)])
-            self.sweep.storage.delete([_answered(self.sweep, token)])
+            self.sweep.storage.delete([self.sweep.layout.asked(token)])
+            self.sweep.storage.delete([self.sweep.layout.answered(token)])
         found = from_json(answer)
         assert isinstance(found, dict)
         return found
@@ -129,18 +124,18 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
         decides_on: Returns the decision maker for the run of that name; None if no trial has that run: its question waits.
 
     """
-    asked = {stem(key): key for key in sweep.keys(f"{sweep.name}/asked/")}
+    asked = {stem(key): key for key in sweep.keys(sweep.layout.all_asked)}
     answered = 0
     for token, key in asked.items():
         decides = decides_on(token.rpartition("-")[0])
-        if decides is None or sweep.get_json(_answered(sweep, token)) is not None:
+        if decides is None or sweep.get_json(sweep.layout.answered(token)) is not None:
             continue  # there is no decision, or the last answer is not read yet
         question = sweep.get_json(key)  # after its answer, since a leader that has read that deletes the question first
         if question is None:
             continue
-        sweep.put_json(_answered(sweep, token), _plain(_answer(from_json(question), decides)))
+        sweep.put_json(sweep.layout.answered(token), _plain(_answer(from_json(question), decides)))
         if sweep.get_json(key) is None:  # its leader stopped waiting, and may have deleted the answer before it was stored
-            sweep.storage.delete([_answered(sweep, token)])
+            sweep.storage.delete([sweep.layout.answered(token)])
         answered += 1
     return answered
 
@@ -158,15 +153,3 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     plain = to_json(value)
     assert isinstance(plain, dict)
     return plain
-
-
-def _marker(sweep: Run) -> str:
-    return f"{sweep.name}/deployed.json"
-
-
-def _asked(sweep: Run, token: str) -> str:
-    return f"{sweep.name}/asked/{token}.json"
-
-
-def _answered(sweep: Run, token: str) -> str:
-    return f"{sweep.name}/answered/{token}.json"

@@ -1,7 +1,4 @@
-"""A trial's run in the storage: its end, its reports without a decision, its pins, and the deletion of its checkpoints.
-
-<sweep>/last-pin.json    the run whose checkpoint was pinned last, and the run that is to begin from it
-"""
+"""A trial's run in the storage: its end, its reports without a decision, its pins, and the deletion of its checkpoints."""
 
 import math
 from collections import Counter
@@ -17,6 +14,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
+from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -140,7 +138,7 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
     store = CheckpointStore.open(storage, source.run)
     sweep, _, leaf = source.run.rpartition("/")
     # Before the pin, which otherwise only the journal's next entry records.
-    store.put_record(_last_pin(sweep), {"source": leaf, "clone": clone.rpartition("/")[2]})
+    store.put_record(Layout(sweep).last_pin, {"source": leaf, "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
         return decided.checkpoint, decided.num_reports
@@ -181,17 +179,13 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
         trials: All its trials.
 
     """
-    last = sweep.get_record(_LastPin, _last_pin(sweep.name), "the last pin of a sweep")
+    last = sweep.get_record(_LastPin, sweep.layout.last_pin, "the last pin of a sweep")
     if last is None:
         return
     clone = f"{sweep.name}/{last.clone}"
     if not any(clone in (trial.run, *trial.earlier_runs) for trial in trials):
         source = Run.open(sweep.spec, f"{sweep.name}/{last.source}")
         sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{_token(clone)}.json")])
-
-
-def _last_pin(sweep: str) -> str:
-    return f"{sweep}/last-pin.json"
 
 
 def _token(clone: str) -> str:

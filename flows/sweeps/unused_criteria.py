@@ -68,7 +68,10 @@ class UnusedCriteria:
         due = first_decision if self._awaits_decision else None
         if due is None and not self._limits:
             return
-        reports = _reports_of(trial, storage)
+        try:
+            reports = _reports_of(trial, storage)
+        except (CheckpointError, OSError):  # no reason to end the sweep
+            return
         yield from self._missing_limits(trial, reports)
         if due is None:
             return

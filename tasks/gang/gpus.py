@@ -101,18 +101,22 @@ def _variable(gpu_type: str | None, *, is_rocm: bool) -> str:
 class GpuAllocation:
     """The GPUs of this machine that the ranks of one training or evaluation have, from `take` to `release`.
 
-    The GPUs that this process sees are the pool. A training takes them anew for each attempt only if they were released.
+    The GPUs that this process sees are the pool. A training keeps what it has from attempt to attempt.
 
     Args:
         count: The number of GPUs; 0 for ranks without a GPU.
-        wait_s: How long to wait until that many are free; None for unlimited.
+        wait_s: How long to wait until enough are free; None for unlimited.
         owner: The name shown to others that wait for them, such as the name of the flow run.
         pool: The GPUs of this machine; None to list them when they are needed.
+        fewest: The number that is enough if no more are free; `count` if None.
 
     """
 
-    def __init__(self, count: int, wait_s: float | None, owner: str, pool: list[Gpu] | None = None) -> None:
+    def __init__(
+        self, count: int, wait_s: float | None, owner: str, pool: list[Gpu] | None = None, *, fewest: int | None = None
+    ) -> None:
         self._count = count
+        self._fewest = count if fewest is None else fewest
         self._wait_s = wait_s
         self._owner = f"{owner} (process {os.getpid()})"
         self._pool = pool
@@ -134,18 +138,18 @@ class GpuAllocation:
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
 
     def check(self) -> None:
-        """Raise ValueError unless this machine has at least `count` GPUs, free or not."""
+        """Raise ValueError unless this machine has enough GPUs, free or not."""
         pool = self._gpus()
-        if len(pool) < self._count:
+        if len(pool) < self._fewest:
             is_sliced = any("MIG" in gpu.name for gpu in pool)
             why = " (a process sees one slice of a GPU in MIG mode)" if is_sliced else ""
             raise ValueError(
-                f"num_workers={self._count} with use_gpu=True needs as many GPUs, and this machine has {len(pool)}{why}; "
+                f"{self._fewest} ranks with use_gpu=True need as many GPUs, and this machine has {len(pool)}{why}; "
                 "lower num_workers or give use_gpu=False"
             )
 
     def take(self, raise_if_requested: Callable[[], None]) -> None:
-        """Wait until enough GPUs are free, then take all of them together; no effect if they are taken already.
+        """Wait until enough GPUs are free, then take all of them together; those that are taken already stay so.
 
         Args:
             raise_if_requested: Called once a second while this waits.
@@ -162,7 +166,7 @@ class GpuAllocation:
         remind_s = -math.inf
         while (users := self._try()) is not None:
             raise_if_requested()
-            in_use = f"{self._count} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
+            in_use = f"{self._fewest} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
             now_s = time.monotonic()
             if self._wait_s is not None and now_s - started_s >= self._wait_s:
                 raise GpusBusyError(f"{in_use}; wait_for_gpus_s={self._wait_s:g} is over", in_use)
@@ -182,7 +186,7 @@ class GpuAllocation:
         for lock in self.locks[count:]:
             os.close(lock)
             del self._taken[lock]
-        self._count = len(self._taken)
+        self._count = self._fewest = len(self._taken)
 
     def _gpus(self) -> list[Gpu]:
         if self._pool is None:
@@ -197,12 +201,14 @@ class GpuAllocation:
             return [f"all, by a process that has been taking some for {_LONGEST_TAKING_S:g} s"]
 
     def _take(self) -> list[str] | None:
-        taken: dict[int, Gpu] = {}
+        taken = dict(self._taken)
         users: list[str] = []
         with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
             for gpu in self._gpus():
                 if len(taken) == self._count:
                     break
+                if gpu in self._taken.values():
+                    continue
                 lock = _open(gpu.uuid)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,11 +216,12 @@ class GpuAllocation:
                 except BlockingIOError:
                     users.append(f"GPU {gpu.choice} by {os.pread(lock, _LONGEST_OWNER, 0).decode(errors='replace')}")
                     os.close(lock)
-            if len(taken) < self._count:
-                for lock in taken:
+            new = taken.keys() - self._taken.keys()
+            if len(taken) < self._fewest:
+                for lock in new:
                     os.close(lock)
                 return users
-            for lock in taken:
+            for lock in new:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, self._owner.encode()[:_LONGEST_OWNER], 0)
         self._taken = taken

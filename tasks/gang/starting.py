@@ -39,6 +39,11 @@ class GangJob(Protocol):
         ...
 
 
+def num_ranks_here(scaling: ScalingConfig, gpus: GpuAllocation) -> int:
+    """Return the number of ranks on this machine: one for each of the GPUs that are taken, without GPUs the most."""
+    return len(gpus.locks) or scaling.most_workers
+
+
 def first_rank(
     job: GangJob,
     gpus: GpuAllocation,
@@ -49,7 +54,7 @@ def first_rank(
     attempt: int,
     restored: CheckpointRef | None,
 ) -> RankSpec:
-    """Return rank 0 of as many ranks as the job has at most, all on this machine.
+    """Return rank 0 of as many ranks as there is room for, all on this machine.
 
     Args:
         job: The training or the evaluation.
@@ -62,9 +67,10 @@ def first_rank(
 
     """
     scaling = job.scaling
+    num_ranks = num_ranks_here(scaling, gpus)
     return RankSpec(
-        world_size=scaling.most_workers,
-        local_world_size=scaling.most_workers,
+        world_size=num_ranks,
+        local_world_size=num_ranks,
         rendezvous=rendezvous,
         storage=storage,
         run=run,

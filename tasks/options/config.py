@@ -259,6 +259,11 @@ class CheckpointConfig(_Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_policy(self) -> "CheckpointConfig":
+        self.policy()
+        return self
+
     def policy(self) -> RetentionPolicy:
         """Return the retention policy that these fields describe."""
         return RetentionPolicy(**self.model_dump(exclude={"max_in_flight", "target_overhead"}))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from prefect_torch.ckpt.runs.layout import RUN_NAME
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
 from prefect_torch.tasks.rank.user_code.code_pickle import dump
 from pydantic import Field, PlainSerializer, field_validator
@@ -10,7 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .run_form import FormModel
 
-_LATE = "metrics/ latest.json"  # of a run: if a killed node has not copied them, its next report does
+_LATE = rf"{RUN_NAME}/(metrics/.*|latest\.json)"  # if a killed node has not copied them, its next report does
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.
 _Function = SkipJsonSchema[

@@ -27,7 +27,7 @@ class SourcePin:
         self._may_exist = True
 
     def set(self) -> None:
-        """Pin the checkpoint; costs three requests. No effect on a storage that cannot be written to.
+        """Pin the checkpoint; costs five requests. No effect on a storage that cannot be written to.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.

@@ -25,7 +25,7 @@ from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
-from prefect_torch.tasks.gang.starting import first_rank, start_gang
+from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_gang
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -125,7 +125,10 @@ class _Leader:
             with self._lend() as lease:
                 if self._job.working_dir is not None:
                     self._job.working_dir.store(self._store)
-                claimed = claimed if lease is None else record_world_size(self._store, claimed, sum(lease.num_ranks))
+                num_ranks = num_ranks_here(self._job.scaling, self._gpus) if lease is None else sum(lease.num_ranks)
+                if num_ranks < (most := self._job.scaling.most_workers):
+                    get_run_logger().info("attempt %d has %d of at most %d ranks", claimed.number, num_ranks, most)
+                claimed = record_world_size(self._store, claimed, num_ranks)
                 value = self._train(claimed, lease)
         except Exception as exc:
             if self._termination.is_requested:
@@ -185,27 +188,27 @@ class _Leader:
         recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
-        termination.raise_if_requested()
         first_rank_at = partial(_first_rank, job, attempt, restored, self._gpus)
         log_files = LogFiles(self._store, self._store.layout.logs(attempt))
-        with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
-            gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
-            self._observers.notify(RanksStarted(attempt, gang.task_runs))
-            recorder.on_request = partial(self._decide, key_value)
-            try:
-                value = gang.run(key_value, recorder, termination)
-                self.regrows = gang.is_cut_short and not self._is_stopped
-                if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
-                    start.source_pin.remove()
-                return value
-            finally:
+        try:
+            termination.raise_if_requested()
+            with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
+                gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+                self._observers.notify(RanksStarted(attempt, gang.task_runs))
+                recorder.on_request = partial(self._decide, key_value)
                 try:
-                    gang.stop("stopped: the training is terminated" if termination.is_requested else "the attempt is over")
+                    value = gang.run(key_value, recorder, termination)
+                    self.regrows = gang.is_cut_short and not self._is_stopped
+                    if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
+                        start.source_pin.remove()
+                    return value
                 finally:
-                    if termination.is_requested:
-                        termination.end_retries()
-                    recorder.close()
-                    recorder.on_request = None  # it holds the store, which else serves until this cycle is collected
+                    gang.stop("stopped: the training is terminated" if termination.is_requested else "the attempt is over")
+        finally:
+            if termination.is_requested:
+                termination.end_retries()
+            recorder.close()
+            recorder.on_request = None  # it holds the store, which else serves until this cycle is collected
 
     def _decide(self, key_value: KeyValue, request: DecisionRequest) -> None:
         """Send the ranks the decision on their request; without one, they stop, since they must not wait for it forever."""

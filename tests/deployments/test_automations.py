@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import (
     DeploymentFilterId,
     FlowRunFilter,
     FlowRunFilterId,
+    FlowRunFilterName,
 )
 from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
@@ -273,6 +274,9 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
     flow_run = flow_runs_of(client, "resume/train-trained")[0]
     assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0, "confirm_s": 200.0} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
+    dead = client.read_flow_run(UUID(flow_run.parameters["flow_run"].removeprefix("prefect.flow-run.")))
+    (resumer,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[f"resume-{dead.name}"])))
+    assert resumer.parameters == flow_run.parameters
 
 
 def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import re
 import sys
+import time
 from pathlib import Path
 from uuid import UUID
 
@@ -84,6 +85,33 @@ def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continu
     assert f"terminated (CancelledError); work is safe up to step {last.step}" in str(result.error)
     begun = train(step_of_the_checkpoint, run=run).return_value
     assert begun == last.metrics["step"]
+
+
+def test_a_cancellation_after_the_last_report_reaches_the_await(monkeypatch):
+    """When the ranks have ended, nothing heeds it: the flow waits for Prefect's API, reads the result and returns it."""
+
+    def ends_soon(*_):
+        time.sleep(0.5)
+        return "a result"
+
+    monkeypatch.setattr("prefect_torch.flows.async_training.train", ends_soon)
+
+    async def is_late():
+        async with asyncio.timeout(0.1):
+            return await atrain("trainings:train_epochs")
+
+    if sys.version_info >= (3, 11):
+        with pytest.raises(TimeoutError):
+            asyncio.run(is_late())
+
+    async def cancelled():
+        training = asyncio.ensure_future(atrain("trainings:train_epochs"))
+        await asyncio.sleep(0.1)
+        training.cancel()
+        await training
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
 
 
 def step_of_the_checkpoint():

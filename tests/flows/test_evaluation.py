@@ -22,9 +22,11 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named, initial_checkpoint
+from prefect_torch.flows.evaluation import _unevaluated
 from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.observers import Observers
@@ -203,6 +205,7 @@ def test_the_form_asks_for_the_function_alone_and_takes_what_an_automation_knows
         (f"s3://bucket/base/other/checkpoints/{ID}", "s3://bucket/base", "other"),
         (f"s3://elsewhere/other/checkpoints/{ID}/", "s3://elsewhere", "other"),
         (f"/folder/other/checkpoints/{ID}", "/folder", "other"),
+        (f"~/folder/other/checkpoints/{ID}", str(Path.home() / "folder"), "other"),
     ],
 )
 def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_its_storage(checkpoint, url, run):
@@ -210,6 +213,30 @@ def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_i
     found = find_named(checkpoint, storage, "run")
     assert (found.storage.url, found.run, found.checkpoint_id) == (url, run, ID)
     assert (found.storage.options == storage.options) == (url == storage.url)
+
+
+def test_a_checkpoint_that_could_not_be_read_is_looked_at_again_for_a_while(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    attempt = Attempt(store)
+    for step in range(2):
+        attempt.session().report({}, folder(tmp_path / "c", m=str(step)), step=step)
+    first, second = store.ids()
+    refused, looks = [], {}
+
+    def once(run, listed):
+        return [it for it in read_manifests(run, listed) if it.id not in refused]
+
+    monkeypatch.setattr("prefect_torch.flows.evaluation.read_manifests", once)
+    refused.append(second)
+    assert [it.checkpoint_id for it in _unevaluated(store, "eval", looks)] == [first]
+    refused.clear()
+    assert [it.checkpoint_id for it in _unevaluated(store, "eval", looks)] == [second]
+    assert _unevaluated(store, "eval", looks) == []
+    refused.append(first)
+    never = {}
+    assert [[it.checkpoint_id for it in _unevaluated(store, "eval", never)] for _ in range(5)] == [[second], [], [], [], []]
+    refused.clear()
+    assert _unevaluated(store, "eval", never) == [], "a damaged one is not read for ever"
 
 
 @pytest.mark.parametrize("given", [str, Checkpoint])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from agents import WITHOUT_COMPILER
 from forked_programs import Popen
+from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.flows import (
     FailureConfig,
     Hosts,
@@ -100,6 +102,21 @@ def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, 
     assert evaluated == {"gpu": "1"}
     until.touch()
     assert json.loads(process.communicate(timeout=60)[0].splitlines()[-1])["ranks"][0]["visible"] == "0"
+
+
+def test_a_range_of_ranks_has_as_many_as_there_are_free_gpus(other, run):
+    process, until = other
+    scaling = ScalingConfig(num_workers=(1, 4), use_gpu=True, wait_for_gpus_s=0)
+    told = train("gpu_trainings:tell_gpu", {}, scaling, run).return_value
+    assert [rank["visible"] for rank in told["ranks"]] == ["1"]
+    until.touch()
+    assert process.wait(60) == 0
+    told = train("gpu_trainings:tell_gpu", {}, scaling, run.model_copy(update={"name": "next"})).return_value
+    assert [rank["device"] for rank in told["ranks"]] == ["fakegpu:0", "fakegpu:1"]
+    sizes = {name: newest_attempt(CheckpointStore.open(run.storage, name)).world_size for name in ("run", "next")}
+    assert sizes == {"run": 1, "next": 2}
+    with pytest.raises(ValueError, match="3 ranks with use_gpu=True need as many GPUs, and this machine has 2"):
+        train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=(3, 4), use_gpu=True), run)
 
 
 def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):

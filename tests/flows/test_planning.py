@@ -8,7 +8,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, plan
+from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, SyncConfig, plan
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation
 from ranks import Attempt, folder
@@ -108,6 +108,28 @@ def test_a_fresh_start_is_one_unless_it_must_resume(store, resume, begins):
     assert begins or line(found, "start")[1].endswith("has no checkpoint to resume from, and resume='must' asks for one")
 
 
+def test_a_run_without_a_name_has_nothing_that_it_must_resume(store):
+    found = planned(store, name=None, resume="must")
+    assert line(found, "start") == ("wrong", "a run without a name is new, and resume='must' asks for one with a checkpoint")
+    assert planned(store, name=None, resume="must", resume_from=store.path_of(store.latest().id)).would_begin
+
+
+def test_what_a_tool_copies_is_not_read(store):
+    sync = SyncConfig(upload="false {source} {target}", download="false {source} {target}", target="me@host:/there")
+    found = planned(store, name="other", sync=sync)
+    texts = [it.text for it in found.lines if it.subject == "storage"]
+    assert texts[1] == "me@host:/there was not read: a training first downloads the checkpoints that are only there"
+    assert found.would_begin
+    elsewhere = plan(TRAIN_FN, {}, None, RunConfig(name="run", storage="s3://bucket/runs", sync=sync))
+    assert [it.subject for it in elsewhere.lines if it.status == "wrong"] == ["storage"]
+    assert "sync copies a directory of each node" in line(elsewhere, "storage")[1]
+
+
+def test_only_a_cluster_is_asked_for_more(store):
+    status, text = line(planned(store, scaling=ScalingConfig(num_workers=(1, 2), regrow_after_s=60)), "gpus")
+    assert (status, "regrow_after_s=60 asks a cluster for more machines, and there is none" in text) == ("wrong", True)
+
+
 def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store):
     third = store.list()[-1]
     for resume_from in (store.checkpoint(third), store.path_of(third.id), f"run/{third.id}"):
@@ -137,9 +159,12 @@ def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):
     both, three = (ScalingConfig(num_workers=number, use_gpu=True) for number in (2, 3))
     assert line(planned(store, scaling=both), "gpus") == ("ok", "2 ranks, each with a GPU, which are free: uuid-0, uuid-1")
     status, text = line(planned(store, scaling=three), "gpus")
-    assert (status, "needs as many GPUs, and this machine has 2" in text) == ("wrong", True)
+    assert (status, "need as many GPUs, and this machine has 2" in text) == ("wrong", True)
     other = GpuAllocation(1, 0.0, "flow run quick-fox")
     other.take(lambda: None)
+    assert line(planned(store, scaling=ScalingConfig(num_workers=(1, 4), use_gpu=True)), "gpus") == (
+        *("ok", "1 rank, each with a GPU, which are free: uuid-1"),
+    )
     status, text = line(planned(store, scaling=both), "gpus")
     assert status == "warning"
     assert text.endswith(f"GPU 0 by flow run quick-fox (process {os.getpid()}); the training waits")

@@ -1,5 +1,6 @@
 """Retention over a whole storage, and the deployments of prefect.yaml, on a real server."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,9 @@ from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import CheckpointConfig, prune
 from prefect_torch.tasks import prune_checkpoints
 from ranks import Attempt, folder
@@ -52,6 +55,31 @@ def test_runs_are_found_among_whatever_else_lies_there(tmp_path, place):
     store.storage.put_bytes("file", b"")
     store.storage.put_bytes("~odd name/run.json", b"{}")
     assert sorted(list_runs(storage)) == ["a", "a-1", "a0", "b"]
+
+
+def test_a_run_that_is_denied_keeps_no_other_from_being_pruned(tmp_path, caplog, monkeypatch):
+    class Denied(LocalStorage):
+        def size(self, key):
+            if key == "b/run.json":
+                raise PermissionError(errno.EACCES, "denied", key)
+            return super().size(key)
+
+    storage = str(tmp_path / "store")
+    for run in ["a", "b", "c"]:
+        fill(storage, run, tmp_path, [1, 2])
+    assert list(list_runs(Denied(Path(storage)))) == ["a", "c"]
+    assert [record.getMessage() for record in caplog.records] == ["left out: [Errno 13] denied: 'b/run.json'"]
+
+    def denied(store):
+        if store.run == "b":
+            raise PermissionError(errno.EACCES, "denied", store.path)
+        return read_status(store)
+
+    monkeypatch.setattr("prefect_torch.flows.pruning.read_status", denied)
+    monkeypatch.setattr("prefect_torch.flows.monitoring.pages.runs_page.read_status", denied)
+    with pytest.raises(PermissionError, match="denied"):
+        prune(storage)
+    assert [scores(CheckpointStore.open(storage, run)) for run in ["a", "b", "c"]] == [[2], [1, 2], [2]]
 
 
 def test_each_run_is_pruned_by_its_own_policy(tmp_path):

@@ -25,7 +25,7 @@ from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
-from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, parse
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, parse, unsupported
 
 FEW = 64  # manifests that are read one by one; as many are worth a segment
 LARGEST = FEW * 256  # entries of a segment
@@ -119,7 +119,7 @@ def _decode(data: bytes, where: str) -> list[Entry]:
     line, _, rows = data.partition(b"\n")
     head = parse(line, where, _WHAT)
     if is_newer(head.get("format")):
-        raise UnsupportedFormatError(f"{where} has format {head['format']}: upgrade prefect-torch")
+        raise unsupported(head["format"], where)
     if head.get("digest") != xxhash.xxh3_128_hexdigest(rows):
         raise MalformedRecordError(f"{where} does not match its own digest")
     try:

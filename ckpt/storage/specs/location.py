@@ -45,7 +45,7 @@ def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
     if "://" in path:
         raise ValueError("storage is neither a path nor a URL: a URL begins with one scheme, as in s3://bucket/prefix")
     if isinstance(text, PathLike) or not is_block_slug(path):
-        return StorageSpec(_absolute(path))
+        return StorageSpec(absolute(path))
     return None
 
 
@@ -97,7 +97,13 @@ def _letters(slug: str) -> str:
 _LETTERS = {_letters(slug) for slug in BLOCK_SLUGS}
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """Return a local path as an absolute one, with the home directory for "~".
+
+    Raises:
+        ValueError: If it is a URL that lost a slash, a path of Windows or of Databricks' own tools, or of an unknown user.
+
+    """
     if path.lower().startswith("dbfs:/"):
         raise ValueError(f"{path} is a path of Databricks' own tools: write /dbfs/…, where its machines have it mounted")
     if _ONE_SLASH.match(path):

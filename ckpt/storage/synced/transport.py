@@ -36,7 +36,7 @@ class Transport:
         target: The place to copy to.
         period_s: The longest time in seconds that small objects may wait for others.
         timeout_s: The seconds that one call may take; a command is then killed.
-        late: Beginnings of names, separated by spaces: an object with a name in its key that begins so may be uploaded late.
+        late: A regular expression: an object whose whole key matches it may be uploaded late.
 
     """
 
@@ -60,7 +60,7 @@ class Transport:
 
     def is_late(self, key: str) -> bool:
         """Return whether an object may be uploaded with others."""
-        return any(f"/{name}" in f"/{key}" for name in self.late.split())
+        return re.fullmatch(self.late, key) is not None
 
     def run_upload(self, source: str) -> None:
         """Copy the content of a local directory to the target.

@@ -1,13 +1,14 @@
 """`metrics`: the reported metrics of a run, as an overview, as a table, or as CSV."""
 
 import csv
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 import click
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
-from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
 from prefect_torch.deployments.command_line.arguments import json_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import open_training
 from prefect_torch.deployments.command_line.runs.show_command import summarize_metrics
@@ -104,4 +105,4 @@ def _print_csv(history: Iterable[MetricRecord], names: Sequence[str]) -> None:
 
 def as_number(value: MetricValue) -> float:
     """Return a metric as a number; NaN for text and None."""
-    return float(value) if isinstance(value, (bool, int, float)) else float("nan")
+    return as_float(value) if isinstance(value, (bool, int, float)) else math.nan

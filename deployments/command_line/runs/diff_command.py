@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import Manifest
-from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.deployments.command_line.arguments import (
     checkpoint_argument,
@@ -63,9 +63,15 @@ def _compare_metrics(before: Manifest, after: Manifest) -> Iterator[dict[str, An
     old, new = dict(flatten_metrics(before.metrics)), dict(flatten_metrics(after.metrics))
     for name in {**old, **new}:
         one, other = old.get(name), new.get(name)
-        are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (one, other))
-        change = other - one if are_numbers else None  # type: ignore[operator]  # both are numbers
-        yield {"name": name, "from": one, "to": other, "change": change}
+        yield {"name": name, "from": one, "to": other, "change": _change(one, other)}
+
+
+def _change(one: MetricValue, other: MetricValue) -> float | None:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return None
+    if isinstance(one, int) and isinstance(other, int):
+        return other - one
+    return as_float(other) - as_float(one) if isinstance(one, (int, float)) and isinstance(other, (int, float)) else None
 
 
 def _compare_files(before: Manifest, after: Manifest) -> Iterator[dict[str, Any]]:

@@ -49,7 +49,7 @@ class RunSummary:
 
 def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
     """Yield the runs sorted by name; each costs a listing and four small requests."""
-    for name in sorted(list_runs(storage)):
+    for name in list_runs(storage):
         seen = _Seen(Layout(name))
         try:
             for info in storage.list(f"{name}/"):

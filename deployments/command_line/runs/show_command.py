@@ -11,8 +11,8 @@ from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
-from prefect_torch.ckpt.runs.layout import stem
-from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
+from prefect_torch.ckpt.runs.quarantine import why_quarantined
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
@@ -78,7 +78,6 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     attempts = list(list_attempts(store))  # before the outcomes, which are stored before the next claim
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
     history = read_history(store)
-    notes = ((stem(key), store.get_json(key)) for key in store.keys(store.layout.quarantined))
     return {
         "name": store.run,
         "path": store.path,
@@ -90,7 +89,7 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
         "first_report_at": history[0].reported_at if history else None,
         "last_report_at": history[-1].reported_at if history else None,
         "metrics": [asdict(summary) for summary in summarize_metrics(history)],
-        "quarantined": [{"id": checkpoint_id, "reason": (known or {}).get("reason")} for checkpoint_id, known in notes],
+        "quarantined": [{"id": checkpoint_id, "reason": reason} for checkpoint_id, reason in why_quarantined(store).items()],
     }
 
 
@@ -238,5 +237,5 @@ def summarize_metrics(history: Iterable[MetricRecord]) -> list[MetricSummary]:
 
 
 def _summarize(name: str, reported: list[MetricValue]) -> MetricSummary:
-    numbers = [value for value in reported if isinstance(value, (int, float)) and not math.isnan(value)]
+    numbers = [value for value in reported if isinstance(value, (int, float)) and not math.isnan(as_float(value))]
     return MetricSummary(name, len(reported), reported[0], reported[-1], min(numbers, default=None), max(numbers, default=None))

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest, Storage
-from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.manifest import FileEntry, is_id
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.protocol import ObjectInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +23,21 @@ class CopyPlan:
 
     Attributes:
         files: The data of the checkpoints, with the entry of each in its manifest.
+        aside: The data of the checkpoints in quarantine, which may be damaged, and are copied as they are.
         records: The keys of all other objects, those that others rely on first.
         manifests: The keys of the manifests, oldest first.
 
     """
 
     files: Sequence[tuple[str, FileEntry]]
+    aside: Sequence[ObjectInfo]
     records: Sequence[str]
     manifests: Sequence[str]
 
     @property
     def bytes(self) -> int:
         """The size of the data."""
-        return sum(entry.bytes for _, entry in self.files)
+        return sum(entry.bytes for _, entry in self.files) + sum(info.bytes for info in self.aside)
 
 
 def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
@@ -41,21 +45,24 @@ def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: b
     layout = store.layout
     chosen = sorted(manifests, key=lambda it: it.id)
     files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
-    prefixes = [layout.attempts, layout.outcomes]
+    prefixes, aside = [layout.attempts, layout.outcomes], []
     if whole:
+        quarantined = [it for it in map(stem, store.keys(layout.quarantined)) if is_id(it)]
+        aside = [info for it in quarantined for info in store.storage.list(layout.data(it))]
         prefixes += [layout.metrics, layout.pins, layout.quarantined, layout.all_logs, layout.all_evaluation_logs]
         prefixes += [layout.codes(), layout.all_evaluation_codes]
     records = [key for prefix in prefixes for key in store.keys(prefix)]
     attached = [key for it in chosen for key in store.keys(layout.evaluations(it.id))]
     metadata = [layout.metadata(it.id) for it in chosen]
-    return CopyPlan(files, [layout.run_info, *records, *attached, *metadata], [layout.manifest(it.id) for it in chosen])
+    records = [layout.run_info, *records, *attached, *metadata]
+    return CopyPlan(files, aside, records, [layout.manifest(it.id) for it in chosen])
 
 
 def plan_sweep(sweep: CheckpointStore) -> CopyPlan:
     """Return the plan of a copy of a sweep's own records: its definition and its journal; its trials are other runs."""
     layout = sweep.layout
     records = [key for prefix in (layout.attempts, layout.outcomes, layout.journal) for key in sweep.keys(prefix)]
-    return CopyPlan((), [layout.run_info, layout.sweep, *records], ())
+    return CopyPlan((), (), [layout.run_info, layout.sweep, *records], ())
 
 
 def check_same_run(source: CheckpointStore, target: Storage) -> None:
@@ -76,7 +83,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     """Copy the data that the target lacks, and all records; return the number of bytes of data that were copied.
 
     Every byte of the data is digested on its way, and compared with the manifest's digest; data that the target has already are
-    read and compared.
+    read and compared. Of those in quarantine, only the sizes are.
 
     Args:
         plan: What to copy.
@@ -98,7 +105,12 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         advance(entry.bytes)
         return copied
 
-    copied = sum(for_each(plan.files, copy_one))
+    def copy_as_is(info: ObjectInfo) -> int:
+        copied = 0 if _has_size(info, target) else _copy_as_is(info.key, source, target)
+        advance(info.bytes)
+        return copied
+
+    copied = sum(for_each(plan.files, copy_one)) + sum(for_each(plan.aside, copy_as_is))
     for key in (*records, *plan.manifests):
         _copy_small(key, source, target)
     return copied
@@ -109,6 +121,21 @@ def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
         return target.size(key) == entry.bytes and target.digest(key).digest == entry.digest
     except FileNotFoundError:
         return False
+
+
+def _has_size(info: ObjectInfo, target: Storage) -> bool:
+    try:
+        return target.size(info.key) == info.bytes
+    except FileNotFoundError:
+        return False
+
+
+def _copy_as_is(key: str, source: Storage, target: Storage) -> int:
+    try:
+        with _as_file(key, source) as path:
+            return target.put_file(key, path).bytes
+    except FileNotFoundError:  # its time in quarantine is over
+        return 0
 
 
 def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> int:

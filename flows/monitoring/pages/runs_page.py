@@ -130,7 +130,7 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
 def _status(store: CheckpointStore) -> AttemptStatus | None:
     try:
         return read_status(store)
-    except CheckpointError:  # made by a newer version, or damaged: the other runs are shown
+    except (CheckpointError, PermissionError):  # made by a newer version, damaged, or denied: the other runs are shown
         return None
 
 

@@ -30,6 +30,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_part import StagedReport
+from prefect_torch.ckpt.reporting.rank_report import _identity_of
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -816,6 +817,22 @@ def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, t
 
     errors = Attempt(store, 2).run(train)
     assert ["both reported a file 'm'" in str(error) for error in errors] == [True, True]
+
+
+def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_step(store, tmp_path, monkeypatch):
+    def vanishes(directory):
+        shutil.rmtree(directory, ignore_errors=directory.name == "1")
+        return _identity_of(directory)
+
+    def train(session, rank):
+        with pytest.raises((FileNotFoundError, ReportMismatchError)):
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async", step=0)
+        monkeypatch.undo()
+        session.report({}, folder(tmp_path / f"again-{rank}", **{f"m{rank}": "x"}), upload="async", step=1)
+
+    monkeypatch.setattr("prefect_torch.ckpt.reporting.rank_report._identity_of", vanishes)
+    assert Attempt(store, 2).run(train) == [None, None]
+    assert [manifest.step for manifest in store.list()] == [1]
 
 
 @pytest.mark.parametrize("early", [0, 1])

@@ -30,6 +30,15 @@ def test_lines_are_read_rank_by_rank_in_their_order(run):
     assert texts(run, attempt=2) == []
 
 
+def test_a_line_ends_where_a_rank_ended_it(run):
+    files = LogFiles(run, run.layout.logs(1))
+    files.append(0, ["a\x0cb\u2028c\rd", "", "last"])
+    files.flush()
+    assert texts(run) == [("rank-0", "a\x0cb\u2028c\rd"), ("rank-0", ""), ("rank-0", "last")]
+    run.storage.put_bytes("run/logs/000001/rank-1.1.log", b"")
+    assert texts(run, rank=1) == []
+
+
 def test_a_long_log_is_stored_in_parts_of_which_only_the_last_is_written_again(run, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 200)
     files = LogFiles(run, run.layout.logs(1))

@@ -20,6 +20,7 @@ from prefect_torch.ckpt.storage.synced.first_download import download_missing, d
 from prefect_torch.ckpt.storage.synced.storage import FOLDER, SyncedStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport, pickled_function
 from prefect_torch.tasks import SyncConfig
+from prefect_torch.tasks.options.sync import _LATE
 from storage_contract import StorageContract
 
 COPY = "cp -a --no-target-directory {source} {target}"
@@ -27,7 +28,7 @@ ONE_TRY = RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)
 
 
 def transport(target: object, **changes) -> Transport:
-    given = {"upload": COPY, "download": COPY, "period_s": "3600", "timeout_s": "30", "late": "metrics/ latest.json"}
+    given = {"upload": COPY, "download": COPY, "period_s": "3600", "timeout_s": "30", "late": _LATE}
     return Transport(**{**given, **changes}, target=str(target))
 
 
@@ -180,6 +181,15 @@ def test_a_command_that_is_not_installed_is_said_at_once(tmp_path):
     storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload="no-such-tool {source} {target}"))
     with pytest.raises(ValueError, match=r"no-such-tool .* cannot be started.*every node needs it"):
         storage.put_bytes("run/x", b"1")
+
+
+@pytest.mark.parametrize("run", ["run", "metrics", "sweep/trial-0000-0123abcd"])
+def test_only_a_runs_metrics_and_its_hint_may_come_late_whatever_its_name_is(run):
+    late = [f"{run}/metrics/000001-000000001-0001.jsonl", f"{run}/latest.json"]
+    at_once = ["manifests/x.json", "attempts/x.json", "evaluation-code/metrics/x.zip", "checkpoints/x/metrics/a", "run.json"]
+    moved = transport("there")
+    assert [moved.is_late(key) for key in late] == [True, True]
+    assert [key for key in at_once if moved.is_late(f"{run}/{key}")] == []
 
 
 def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importable):

@@ -7,6 +7,8 @@ import os
 from dataclasses import replace
 
 import pytest
+import ranks
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -56,6 +58,23 @@ def test_the_overview_has_a_line_for_each_metric_and_fits_80_columns(local, comm
     assert loss.split()[:5] == ["loss", "3", "0.333333", "0.333333", "1"]
     assert text.split() == ["nested/text", "3", "x", "-", "-"]
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_integers_that_no_float_holds_are_shown_and_compared(local, command, as_json, tmp_path):
+    store = CheckpointStore.open(local, "run")
+    attempt = ranks.Attempt(store)
+    history = HistoryWriter(store, attempt.number)
+    for step, value in enumerate([10**400, 0.5, 3]):
+        attempt.session().report({"n": value}, ranks.folder(tmp_path / str(step), m="x"), step=step)
+        history.append(replace(record(step, n=value), checkpoint=store.latest().id))
+    history.flush()
+    first, second, third = store.ids()
+    assert command("show", local, "run")[0] == 0
+    assert command("metrics", local, "run")[0] == 0
+    assert command("watch", local, "run", "--once")[0] == 0
+    assert as_json("diff", local, "run", first, third)["metrics"][0]["change"] == 3 - 10**400
+    assert as_json("diff", local, "run", second, third)["metrics"][0]["change"] == 2.5
+    assert command("diff", local, "run", first, second)[0] == 0
 
 
 def test_named_metrics_are_printed_report_by_report(local, command, tmp_path):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.deployments.command_line.upkeep.copying import copy_planned, plan_copy
 from stored_runs import store_run
@@ -32,6 +33,19 @@ def test_a_run_is_copied_whole_to_another_kind_of_storage_and_back(storage, comm
     assert command("verify", target, "run")[0] == 0
     code, out, _ = command("copy", storage, "run", target)
     assert (code, "0 B copied, 14.7 KiB was there" in out) == (0, True)
+
+
+def test_what_is_in_quarantine_is_copied_as_it_is_and_can_be_restored_there(storage, command, tmp_path, target):
+    store = store_run(storage, tmp_path / "scratch")
+    whole, damaged, _ = store.list()
+    for manifest in (whole, damaged):
+        quarantine(store, manifest.id, "model differs")
+    store.storage.put_bytes(store.layout.data(damaged.id, "model"), b"short")
+    assert command("copy", storage, "run", target)[0] == 0
+    store.storage.delete([info.key for info in store.storage.list("run/")])
+    assert command("restore", target, "run", whole.id)[0] == 0
+    assert command("verify", target, "run")[0] == 0
+    assert "stays in quarantine, since it is damaged" in command("restore", target, "run", damaged.id)[2]
 
 
 def test_one_checkpoint_is_copied_with_what_its_run_needs(local, command, as_json, tmp_path, target):

@@ -483,6 +483,16 @@ def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp
     )
 
 
+def test_a_history_that_cannot_be_read_ends_no_sweep(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no answer")
+
+    monkeypatch.setattr(unused_criteria, "_reports_of", fails)
+    criteria = UnusedCriteria(search(stop={"loss": 9}))
+    trial = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0, state="completed")
+    assert [*criteria.warnings(trial, 1.0, StorageSpec(str(tmp_path)))] == []
+
+
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"pip install 'prefect-torch\[sweep\]'"):

@@ -125,6 +125,24 @@ def test_the_variable_is_that_of_the_kind_of_gpu(kind, is_rocm, variable, monkey
     assert gpus._variable("cuda", is_rocm=True) == "CUDA_VISIBLE_DEVICES"
 
 
+def test_what_is_free_is_enough_from_the_fewest_on_and_more_are_taken_when_they_are_free(machine):
+    other, range_of = allocation(2), GpuAllocation(5, 0.0, "this one", fewest=2)
+    take(other)
+    with pytest.raises(GpusBusyError, match=r"^2 free GPUs are needed, and of 3 these are in use: GPU 0 .*, GPU 1 "):
+        take(range_of)
+    assert range_of.locks == ()
+    other.keep(1)
+    assert take(range_of) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    held = range_of.locks
+    assert take(range_of) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    other.release()
+    assert take(range_of) == {"FAKEGPU_VISIBLE_DEVICES": "1,2,0"}, "a rank keeps its GPU"
+    assert range_of.locks[:2] == held
+    range_of.release()
+    with pytest.raises(ValueError, match="4 ranks with use_gpu=True need as many GPUs, and this machine has 3"):
+        take(GpuAllocation(5, None, "this one", fewest=4))
+
+
 def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
     first, second, third = allocation(1), allocation(2), allocation(1)
     assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}
@@ -149,7 +167,7 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
     monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "0,2")
     second = allocation(1)
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "2"}
-    with pytest.raises(ValueError, match="num_workers=3 with use_gpu=True needs as many GPUs, and this machine has 2"):
+    with pytest.raises(ValueError, match="3 ranks with use_gpu=True need as many GPUs, and this machine has 2"):
         allocation(3).check()
     first.release()
     second.release()

@@ -30,6 +30,11 @@ def test_other_scores_and_a_given_order_warn_of_nothing(fields):
         CheckpointConfig(**fields)
 
 
+def test_a_timeout_of_what_is_never_attached_is_refused_where_it_is_given():
+    with pytest.raises(ValidationError, match=r"evaluation_timeout_s=60\.0 waits for the metric that sorts checkpoints"):
+        CheckpointConfig(evaluation_timeout_s=60)
+
+
 @pytest.mark.parametrize("metric", ["val_accuracy", "eval/acc", "episode-reward.mean", ["loss", "F1"]])
 def test_a_search_for_an_accuracy_without_a_mode_warns_where_it_is_given_and_once(metric):
     with pytest.warns(UserWarning, match="looks like one of which a high value is good.* finds the worst of it") as caught:
