@@ -17,6 +17,7 @@ from prefect_torch.ckpt.storage.keys import check_key, temporary_name
 from prefect_torch.ckpt.storage.local_files.readers import reading
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.retry import with_retries
 
 _ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
@@ -137,16 +138,19 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
         OSError: If `path` cannot be written, naming it.
 
     """
+    key = run.layout.data(manifest.id, entry.path)
+
+    def read_once(storage: Storage) -> None:
+        check_local_size(run, manifest, entry, storage)
+        check_entry(run, manifest, entry, storage.get_file(key, path), storage)
 
     def read(storage: Storage) -> None:
         try:
-            check_local_size(run, manifest, entry, storage)
-            moved = storage.get_file(run.layout.data(manifest.id, entry.path), path)
+            with_retries(storage, "reading", key, read_once)
         except FileNotFoundError as exc:
             if not path.parent.is_dir():  # somebody has cleaned the temporary directory: nothing of the checkpoint is missing
                 raise
             raise missing(run, manifest, entry) from exc
-        check_entry(run, manifest, entry, moved)
 
     try:
         confirm_damage(run.storage, read)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -226,9 +227,33 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     data = manifest.encode()
     check_fence(run, attempt)
     run.storage.put_bytes(key, data)  # last: this is the commit
-    if has_to_be_asked and (found := find_size(run.storage, key)) != len(data):
-        raise _lost_write(run, attempt, key, len(data), found)
+    if has_to_be_asked:
+        _check_committed(run, attempt, key, len(data))
     return manifest
+
+
+def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
+    """Compare a manifest with what the bucket has acknowledged.
+
+    Raises:
+        CommitFailedError: If the bucket does not have it until the retries end; then it is deleted, should it appear.
+        FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
+
+    """
+    found: list[int | None] = []
+
+    def look(storage: Storage) -> None:
+        found.append(find_size(storage.reopened() if found else storage, key))
+        if found[-1] != expected:
+            check_fence(run, attempt)
+            raise StorageError(f"{found[-1] or 0} of {expected} bytes are there")
+
+    try:
+        with_retries(run.storage, "looking for the manifest", key, look)
+    except StorageError as exc:
+        with suppress(StorageError, OSError):
+            run.storage.delete([key])
+        raise _lost_write(run, attempt, key, expected, found[-1] if found else None) from exc
 
 
 def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
@@ -268,11 +293,24 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
     """
     if not files:
         return
+    prefix, attempt = run.layout.data(checkpoint_id), attempt_of(checkpoint_id)
     expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
-    other = find_other_size(run.storage, run.layout.data(checkpoint_id), expected)
-    if other is not None:
-        key, found = other
-        raise _lost_write(run, attempt_of(checkpoint_id), key, expected[key], found)
+    others: list[tuple[str, int | None]] = []
+
+    def look(storage: Storage) -> None:
+        other = find_other_size(storage, prefix, expected)
+        if other is not None:
+            others.append(other)
+            check_fence(run, attempt)
+            raise StorageError(f"{other[1] or 0} of {expected[other[0]]} bytes of {other[0]} are there")
+
+    try:
+        with_retries(run.storage, "looking for the files in", prefix, look)
+    except StorageError as exc:
+        if not others:
+            raise
+        key, found = others[-1]
+        raise _lost_write(run, attempt, key, expected[key], found) from exc
 
 
 def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:

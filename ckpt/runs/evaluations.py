@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
 from prefect_torch.ckpt.runs.record_fields import decode
-from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 from prefect_torch.ckpt.text import utc_now
@@ -191,12 +191,12 @@ class _Evaluation:
 
 def _load(storage: Storage, layout: Layout, checkpoint_id: str, name: str) -> Metrics:
     key = layout.evaluation(checkpoint_id, name)
-    return confirm_damage(storage, lambda it: _load_from(it, key, checkpoint_id, name))
-
-
-def _load_from(storage: Storage, key: str, checkpoint_id: str, name: str) -> Metrics:
     where = f"{storage.url}/{key}"
-    found = decode(_Evaluation, unseal(storage.get_bytes(key), where, _WHAT), where, _WHAT)
-    if (found.checkpoint, found.name) != (checkpoint_id, name):
-        raise MalformedRecordError(f"it is evaluation {found.name[:100]!r} of checkpoint {found.checkpoint[:100]!r}")
-    return found.metrics
+
+    def read(data: bytes) -> Metrics:
+        found = decode(_Evaluation, unseal(data, where, _WHAT), where, _WHAT)
+        if (found.checkpoint, found.name) != (checkpoint_id, name):
+            raise MalformedRecordError(f"it is evaluation {found.name[:100]!r} of checkpoint {found.checkpoint[:100]!r}")
+        return found.metrics
+
+    return read_whole(storage, key, read)

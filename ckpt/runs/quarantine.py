@@ -25,7 +25,7 @@ def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
     """
     manifest_key = run.layout.manifest(checkpoint_id)
     try:
-        manifest = run.storage.reopened().get_bytes(manifest_key).decode(errors="replace")
+        manifest = _manifest_as_stored(run, manifest_key)
     except FileNotFoundError as exc:
         raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {run.name!r} was pruned meanwhile") from exc
     _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, run.name, reason)
@@ -35,6 +35,17 @@ def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
         manifest = before
     run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
     run.storage.delete([manifest_key])
+
+
+def _manifest_as_stored(run: Run, key: str) -> str:
+    def read(data: bytes) -> str:
+        Manifest.decode(data, key)
+        return data.decode()
+
+    try:
+        return run.read_whole(key, read)
+    except CheckpointCorruptError:  # as many bytes as are stored, and the same twice
+        return run.storage.reopened().get_bytes(key).decode(errors="replace")
 
 
 def _is_intact(manifest: str) -> bool:

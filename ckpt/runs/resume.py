@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, StorageError
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
-from prefect_torch.ckpt.runs.manifest import Manifest, is_id
+from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
@@ -60,6 +60,10 @@ def choose_checkpoint(
     for checkpoint_id in _unlisted(run, lineage, chosen, is_proven=verify != "none"):
         if (newer := search.take_unlisted(checkpoint_id)) is not None:
             return newer
+    if chosen is None and not dry_run:
+        for checkpoint_id in _committed_by_a_proven_listing(run, lineage):
+            if (newest := search.take_unlisted(checkpoint_id)) is not None:
+                return newest
     if chosen is None:
         _refuse_if_damaged(run, lineage, search.passed_over)
     return chosen
@@ -154,6 +158,30 @@ def _unlisted(run: Run, lineage: int, chosen: Manifest | None, *, is_proven: boo
 
     newer = (it for it in with_retries(run.storage, "listing", prefix, list_data) if is_id(it) and it > since)
     return filter(run.exists, sorted(newer, reverse=True))
+
+
+def _committed_by_a_proven_listing(run: Run, lineage: int) -> list[str]:
+    """Return the ids of the checkpoints since attempt `lineage` in one listing of a bucket's run, newest first.
+
+    It must have the claim of an attempt, too, which the training has just made: a gateway may answer each listing of manifests
+    and of data with nothing, and a training that believed that would start fresh, and its retention delete the former work.
+
+    Raises:
+        StorageError: If the listing has no claim until the retries end.
+
+    """
+    if not is_bucket(run.storage.url):
+        return []
+
+    def list_run(storage: Storage) -> list[str]:
+        keys = [info.key for info in storage.list(f"{run.name}/")]
+        if not any(key.startswith(run.layout.attempts) for key in keys):
+            raise StorageError(f"{storage.url} does not list the attempts of run {run.name!r}, of which one has just begun")
+        manifests = (key.removeprefix(run.layout.manifests) for key in keys if key.startswith(run.layout.manifests))
+        ids = {name.removesuffix(".json") for name in manifests if name.endswith(".json")}
+        return sorted((it for it in ids if is_id(it) and attempt_of(it) >= lineage), reverse=True)
+
+    return with_retries(run.storage, "listing", f"{run.name}/", list_run)
 
 
 def _without_data(run: Run, reason: str) -> CheckpointCorruptError:

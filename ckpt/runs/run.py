@@ -20,12 +20,12 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of,
 from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
 from prefect_torch.ckpt.runs.record_fields import decode
-from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.storage.records import check_digest, parse, with_digest
-from prefect_torch.ckpt.storage.retry import retries_ended_by, with_retries
+from prefect_torch.ckpt.storage.retry import retries_ended_by
 from prefect_torch.ckpt.storage.sizes import find_size
 
 if TYPE_CHECKING:
@@ -233,18 +233,7 @@ class Run:
             StorageError: If reads return another number of bytes than its size, until the retries end.
 
         """
-
-        def read_once(storage: Storage) -> T:
-            data = storage.get_bytes(key)
-            try:
-                return read(data)
-            except CheckpointCorruptError as exc:
-                size = find_size(storage, key)
-                if size not in (None, len(data)):
-                    raise StorageError(f"{len(data)} bytes came of the {size} of {self._location_of(key)}") from exc
-                raise
-
-        return confirm_damage(self.storage, lambda storage: with_retries(storage, "reading", key, read_once))
+        return read_whole(self.storage, key, read)
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.

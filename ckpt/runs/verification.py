@@ -11,7 +11,8 @@ from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage, Transfer
-from prefect_torch.ckpt.storage.sizes import find_other_size
+from prefect_torch.ckpt.storage.retry import with_retries
+from prefect_torch.ckpt.storage.sizes import find_other_size, refuse_part
 
 VerifyLevel: TypeAlias = Literal["digest", "size", "none"]
 
@@ -45,13 +46,22 @@ def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None
         for_each(manifest.files, lambda entry: confirm_damage(run.storage, partial(_verify_digest, run, manifest, entry)))
 
 
-def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer) -> None:
+def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer, storage: Storage) -> None:
     """Compare the bytes that were read with those that were committed.
+
+    Args:
+        run: The run.
+        manifest: The manifest of the checkpoint.
+        entry: The file's entry in it.
+        got: What was read.
+        storage: The storage that it was read from, without retries.
 
     Raises:
         CheckpointCorruptError: If they differ.
+        StorageError: If the number of bytes differs, though the storage has as many as were committed.
 
     """
+    refuse_part(storage, run.layout.data(manifest.id, entry.path), got.bytes, entry.bytes)
     if (got.bytes, got.digest) != (entry.bytes, entry.digest):
         raise CheckpointCorruptError(
             f"{run.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
@@ -107,8 +117,8 @@ def _check_size(run: Run, manifest: Manifest, entry: FileEntry, size: int) -> No
 
 
 def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
+    key = run.layout.data(manifest.id, entry.path)
     try:
-        found = storage.digest(run.layout.data(manifest.id, entry.path))
+        with_retries(storage, "reading", key, lambda it: check_entry(run, manifest, entry, it.digest(key), it))
     except FileNotFoundError as exc:
         raise _missing(run, manifest, entry) from exc
-    check_entry(run, manifest, entry, found)

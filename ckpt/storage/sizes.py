@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from functools import partial
 
+from prefect_torch.ckpt.errors import StorageError
+
 from .parallel import AT_ONCE, read_all
 from .protocol import Storage
 
@@ -30,6 +32,34 @@ def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> 
             if found != sizes[key]:
                 return key, found
     return None
+
+
+def refuse_part(storage: Storage, key: str, got: int, expected: int) -> None:
+    """Raise if a bucket has given another number of bytes of an object than it lists: such a read says nothing of the object.
+
+    A gateway's page, or a cut answer that seems complete, comes with status 200. A local file is asked for its size before.
+
+    Args:
+        storage: The storage.
+        key: The object that was read.
+        got: How many bytes came.
+        expected: How many were stored.
+
+    Raises:
+        StorageError: If they differ, and the storage lists the object with `expected` bytes, or does not list it.
+
+    """
+    if got == expected or storage.local_path(key) is not None:
+        return
+    listed = find_listed_size(storage, key)
+    if listed in (None, expected):
+        raise StorageError(f"{got} bytes came of the {expected} of {storage.url}/{key}")
+
+
+def find_listed_size(storage: Storage, key: str) -> int | None:
+    """Return the size with which an object is listed, or None if it is not; one request if the order of listings is known."""
+    parent = key[: key.rfind("/") + 1]
+    return next((info.bytes for info in storage.list(parent, after=key[:-1]) if info.key == key), None)
 
 
 def find_size(storage: Storage, key: str) -> int | None:

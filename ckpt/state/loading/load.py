@@ -18,6 +18,8 @@ from prefect_torch.ckpt.state.staging.device_copies import wait_for_current_stre
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.retry import with_retries
+from prefect_torch.ckpt.storage.sizes import refuse_part
 
 from .load_plan import LoadPlan, Redistribute
 from .read import StateReader
@@ -130,12 +132,18 @@ def read_index(reader: StateReader) -> StateIndex:
             f"{reader.where} holds no state: it was reported as a directory; read it with as_directory()"
         )
 
+    key = f"{reader.folder}{INDEX_FILE}"
+
+    def get(storage: Storage) -> bytes:
+        if storage.local_path(key) is not None and (size := storage.size(key)) != known.bytes:
+            raise CheckpointCorruptError(f"{where} has {size} bytes instead of {known.bytes}")
+        data = storage.get_bytes(key)
+        refuse_part(storage, key, len(data), known.bytes)
+        return data
+
     def read(storage: Storage) -> StateIndex:
-        key = f"{reader.folder}{INDEX_FILE}"
         try:
-            if storage.local_path(key) is not None and (size := storage.size(key)) != known.bytes:
-                raise CheckpointCorruptError(f"{where} has {size} bytes instead of {known.bytes}")
-            data = storage.get_bytes(key)
+            data = with_retries(storage, "reading", key, get)
         except FileNotFoundError as exc:
             raise CheckpointNotFoundError(f"{where} is missing") from exc
         if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:

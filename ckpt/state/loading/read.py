@@ -19,6 +19,8 @@ from prefect_torch.ckpt.state.staging.host_memory import HostMemory
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
+from prefect_torch.ckpt.storage.retry import with_retries
+from prefect_torch.ckpt.storage.sizes import refuse_part
 
 _SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
 _GAP_BYTES = 64 * 2**10  # a gap of up to this size is read as well, which is cheaper than another request
@@ -116,8 +118,16 @@ class StateReader:
             self._verify(block, data[block.start - first.start :][: block.bytes])
 
     def _fill(self, first: Block, data: memoryview, storage: Storage) -> None:
+        key = f"{self.folder}{first.file}"
+
+        def read(storage: Storage) -> int:
+            count = storage.get_range(key, first.start, data)
+            size = self.files[first.file].bytes
+            refuse_part(storage, key, count + size - len(data), size)
+            return count
+
         try:
-            count = storage.get_range(f"{self.folder}{first.file}", first.start, data)
+            count = with_retries(storage, "reading", key, read)
         except FileNotFoundError as exc:
             raise CheckpointNotFoundError(f"{self.where}/{first.file} is missing") from exc
         if count != len(data):

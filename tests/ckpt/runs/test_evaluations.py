@@ -22,6 +22,8 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows import CheckpointConfig
 from ranks import Attempt, folder
 from wrapped_storage import WrappedStorage
@@ -220,7 +222,8 @@ def test_a_prune_that_reads_an_evaluation_while_it_is_written_keeps_the_checkpoi
     store.attach_metrics(first, {"accuracy": 0.9})
     store.attach_metrics(second, {"accuracy": 0.1})
     writing = HalfWritten(store.storage, store.layout.evaluation(first, "eval"))
-    assert open_run(writing).prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
+    retrying = RetryingStorage(lambda: writing, RetryPolicy(30, 0.01, 0.01), writing)
+    assert open_run(retrying).prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
     assert writing.left == 0
 
 

@@ -1,7 +1,9 @@
 """A bit that flips on the way is no damage: what differs is read once more, by a new connection."""
 
 import contextlib
+import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +99,27 @@ def test_a_connection_that_flips_a_bit_in_every_read_harms_nothing(store, tmp_pa
     copy(open_run(flipping), manifests, tmp_path)
     assert flipping.reopened_times == flipping.fired > 6
     assert open_run(store.storage).list() == manifests
+
+
+def test_reads_that_all_differ_are_no_damage(store):
+    """Nor is the third one's, if it differs from the second's."""
+    number = itertools.count()
+
+    class Unsteady(WrappedStorage):
+        def local_path(self, key):
+            return None
+
+        def digest(self, key):
+            return replace(self.inner.digest(key), digest=f"{next(number):032x}")
+
+    (_, newest) = store.list()
+    with pytest.raises(
+        StorageError, match=r"each of 5 reads differs, so a connection or a memory here flips bits: .*/a differs"
+    ):
+        open_run(Unsteady(store.storage)).verify(newest)
+    with pytest.raises(StorageError, match=f"checkpoint {newest.id} of run 'run' cannot be read though the storage answers"):
+        choose_checkpoint(open_run(Unsteady(store.storage)), lineage=1, verify="digest")
+    assert [manifest.id for manifest in store.list()][-1] == newest.id
 
 
 def test_what_is_damaged_indeed_is_read_twice_and_no_more(store):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, folder, read_files
 
 
@@ -67,14 +68,14 @@ def test_a_state_is_loaded_whole_though_it_is_pruned_meanwhile(store, monkeypatc
     for score in (1.0, 2.0):
         session.report({}, state={"w": torch.full((3, 3), score)}, upload="sync")
     old = store.checkpoint(store.list()[0])
-    read, pruned = type(store.storage).get_range, []
+    read, pruned = LocalStorage.get_range, []
 
     def prune_first(self, *args):
         if not pruned:
             pruned.extend(store.prune(RetentionPolicy(1)).drop)
         return read(self, *args)
 
-    monkeypatch.setattr(type(store.storage), "get_range", prune_first)
+    monkeypatch.setattr(LocalStorage, "get_range", prune_first)
     state = {"w": torch.zeros(3, 3)}
     old.load_state(state)
     assert [manifest.id for manifest in pruned] == [old.id]

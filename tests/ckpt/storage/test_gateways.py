@@ -5,6 +5,7 @@ import ftplib
 import os
 import socket
 import threading
+import time
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from certificates import make_certificate
 from http_proxy import Response, proxied
-from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
@@ -125,6 +126,105 @@ def test_a_200_with_a_part_of_an_object_for_a_while_costs_no_checkpoint(moto, pr
     assert choose_checkpoint(CheckpointStore.open(store.storage, "run"), lineage=1, verify="digest").id == ids[-1]
     assert [it.id for it in store.list()] == ids
     assert all(next(asked) > 5 for asked in answered.values())
+
+
+PAGES = [b"", BAD_LISTINGS[1]]
+OF = {
+    "data": lambda method, path: "/run/checkpoints/" in path,
+    "manifests": lambda method, path: "/run/manifests/" in path,
+    "objects": lambda method, path: "list-type" not in path,
+    "everything": lambda method, path: True,
+}
+
+
+@pytest.fixture
+def behind_gateway(moto, proxy, tmp_path):
+    """A run with three checkpoints, behind a gateway that passes all on."""
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    store = CheckpointStore.open(StorageSpec(f"s3://{moto.new_bucket()}", options, RetryPolicy(60, 0.01, 0.05)), "run")
+    session = Attempt(store).session()
+    for step in range(3):
+        session.report({"step": step}, folder(tmp_path / "c", model=f"{step}" * 1000), state={"step": step}, upload="sync")
+    return store
+
+
+def answer_with_a_page(proxy, page, number, is_answered):
+    """Let the gateway answer as many reads itself, with status 200, each after it was asked for; return the count of them."""
+    answered = count()
+
+    def change(method, path, response):
+        is_one = method in ("GET", "HEAD") and "partNumber" not in path and is_answered(method, path)
+        return Response(200, page, {"Content-Type": "text/html"}) if is_one and next(answered) < number else response
+
+    proxy.change = change
+    return answered
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["empty", "html"])
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize("number", [3, 14, 40])
+def test_a_gateways_page_for_a_while_costs_no_checkpoint(behind_gateway, proxy, of, page, number):
+    """Neither the newest one nor, since the training would start afresh and prune, all of them."""
+    store = behind_gateway
+    ids = [it.id for it in store.list()]
+    answered = answer_with_a_page(proxy, page, number, OF[of])
+    again = CheckpointStore.open(store.storage.reopened(), "run")
+    assert choose_checkpoint(again, lineage=1, verify="digest").id == ids[-1]
+    proxy.change = lambda _method, _path, response: response
+    assert [it.id for it in store.list()] == ids
+    assert store.keys(store.layout.quarantined) == []
+    assert next(answered) > 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=["empty", "html"])
+def test_a_state_is_loaded_and_a_file_is_read_through_a_gateways_pages(behind_gateway, proxy, page, tmp_path):
+    newest = behind_gateway.checkpoint(behind_gateway.latest())
+    answer_with_a_page(proxy, page, 12, OF["data"])
+    newest.load_state(state := {"step": None})
+    assert state == {"step": 2}
+    answer_with_a_page(proxy, page, 12, OF["data"])
+    newest.to_directory(tmp_path / "copy")
+    assert (tmp_path / "copy/model").read_text() == "2" * 1000
+
+
+def test_a_cut_answer_that_looks_complete_is_not_taken_for_damage(behind_gateway, proxy):
+    newest, answered = behind_gateway.checkpoint(behind_gateway.latest()), count()
+
+    def change(method, path, response):
+        is_one = method == "GET" and "distcp" in path and next(answered) < 5
+        return Response(response.status, response.body[:-3], response.headers) if is_one else response
+
+    proxy.change = change
+    newest.load_state(state := {"step": None})
+    assert (state, next(answered) > 5) == ({"step": 2}, True)
+
+
+def test_an_object_that_is_shorter_indeed_is_damage_at_once(behind_gateway):
+    newest = behind_gateway.latest()
+    (state_file,) = [entry.path for entry in newest.files if entry.path.endswith(".distcp")]
+    behind_gateway.storage.put_bytes(behind_gateway.layout.data(newest.id, state_file), b"short")
+    started_s = time.monotonic()
+    with pytest.raises(CheckpointCorruptError):
+        behind_gateway.checkpoint(newest).load_state({"step": None})
+    with pytest.raises(CheckpointCorruptError, match="has 5 bytes instead of"):
+        behind_gateway.verify(newest)
+    assert time.monotonic() - started_s < 20
+
+
+@pytest.mark.parametrize("name", ["/run/manifests/", "/run/checkpoints/"])
+def test_an_odd_size_after_a_put_fails_no_report(behind_gateway, proxy, name, tmp_path):
+    answered = count()
+    session, page = Attempt(behind_gateway).session(), Response(200, b"", {"Content-Type": "text/html"})
+    is_asked = {"HEAD": lambda path: name in path, "GET": lambda path: "list-type" in path and name.strip("/") in path}
+
+    def change(method, path, response):
+        is_one = method in is_asked and is_asked[method](path.replace("%2F", "/"))
+        return page if is_one and next(answered) < 4 else response
+
+    proxy.change = change
+    session.report({}, folder(tmp_path / "d", model="new"), step=7)
+    assert next(answered) > 4
+    assert behind_gateway.latest().step == 7
 
 
 @pytest.mark.parametrize("body", BAD_LISTINGS)
