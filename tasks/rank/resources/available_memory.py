@@ -1,13 +1,17 @@
-"""How much memory this process can take before its machine, or the cgroup that it is in, has none left."""
+"""How much memory this process can take before its machine, or a cgroup that it is in, has none left."""
 
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from .cgroups import cgroup_folders
+from .cgroups import limiting_folders
 
 _PROC = Path("/proc")
-_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+# The limit, the usage, and the entry of memory.stat for what the kernel frees first of the usage: files in the page cache.
+_LIMITS = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def available_bytes(proc: Path = _PROC) -> int:
@@ -25,7 +29,17 @@ def _available(proc: Path) -> Iterator[int]:
         for name, _, value in (line.partition(":") for line in (proc / "meminfo").read_text().splitlines()):
             if name == "MemAvailable":
                 yield int(value.split()[0]) * 1024
-    for version, folder in cgroup_folders("memory", proc):
-        limit, usage = (folder / name for name in _FILES[version])
+    for version, folder in limiting_folders("memory", proc):
+        limit, usage, cached = _LIMITS[version]
         with suppress(OSError, ValueError):  # a cgroup at the root has no such files; "max" is no limit
-            yield int(limit.read_text()) - int(usage.read_text())
+            limit_bytes, used_bytes = (int((folder / name).read_text()) for name in (limit, usage))
+            yield limit_bytes - max(0, used_bytes - _stat(folder, cached))
+
+
+def _stat(folder: Path, entry: str) -> int:
+    """Return an entry of a cgroup's memory.stat; 0 without one."""
+    with suppress(OSError):
+        for name, _, value in (line.partition(" ") for line in (folder / "memory.stat").read_text().splitlines()):
+            if name == entry:
+                return int(value)
+    return 0

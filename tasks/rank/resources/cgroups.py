@@ -25,6 +25,20 @@ def cgroup_folders(controller: str, proc: Path) -> Iterator[tuple[int, Path]]:
             yield from ((1, folder) for folder in _mounted(mounts, "cgroup", controller, path))
 
 
+def limiting_folders(controller: str, proc: Path) -> Iterator[tuple[int, Path]]:
+    """Yield what `cgroup_folders` yields, and the parents, whose limits hold as well: a Slurm job's is on a parent of its task.
+
+    The root, and the directories above its mount, have no files of limits.
+
+    Args:
+        controller: The controller, such as "memory".
+        proc: The directory in which the kernel describes processes.
+
+    """
+    for version, folder in cgroup_folders(controller, proc):
+        yield from ((version, place) for place in (folder, *folder.parents))
+
+
 def _mounted(mounts: list[str], filesystem: str, option: str | None, path: str) -> Iterator[Path]:
     """Yield the directories of a cgroup; a container may see only its own, mounted at the root (proc_pid_mountinfo(5))."""
     for mount in mounts:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .cgroups import cgroup_folders
+from .cgroups import limiting_folders
 
 _PROC, _SYS = Path("/proc"), Path("/sys")
 
@@ -66,18 +66,17 @@ def _cpus_beside(device: str, sys: Path) -> str:
 
 def _limits(proc: Path) -> Iterator[float]:
     """Yield how many CPUs each cgroup of this process and each of its parents allows, if it has a limit."""
-    for version, folder in cgroup_folders("cpu", proc):
-        for place in (folder, *folder.parents):
-            try:
-                if version == 2:  # noqa: PLR2004 - of cgroups
-                    quota, period = (place / "cpu.max").read_text().split()
-                else:
-                    quota = (place / "cpu.cfs_quota_us").read_text().strip()
-                    period = (place / "cpu.cfs_period_us").read_text().strip()
-            except OSError:  # the root and directories above the mount have none
-                continue
-            if quota not in {"max", "-1"}:
-                yield int(quota) / int(period)
+    for version, folder in limiting_folders("cpu", proc):
+        try:
+            if version == 2:  # noqa: PLR2004 - of cgroups
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+        except OSError:  # the root and directories above the mount have none
+            continue
+        if quota not in {"max", "-1"}:
+            yield int(quota) / int(period)
 
 
 def _numbers(ranges: str) -> set[int]:
