@@ -129,3 +129,7 @@ class Cluster(BaseModel, ABC):
             NotEnoughMachinesError: If it is already known that there is room for fewer than `wanted.fewest` ranks.
 
         """
+
+    def expected_name(self, agent: str) -> str:
+        """Return the name by which `lend` expects the agent of this name: another one where the machine is chosen later."""
+        return agent

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from .cluster import Agents, Cluster, MachineRequest
 from .kubernetes_api import KubernetesApi
-from .kubernetes_job import AgentPods, machine_of
+from .kubernetes_job import AgentPods, machine_of, pod_name, pod_of
 
 _POLL_S = 2.0
 
@@ -55,7 +55,7 @@ class KubernetesCluster(Cluster):
             owner=cluster.own_reference(),
         )
         for number in range(pods.num_pods):
-            agents.expect(f"pod {number}")
+            agents.expect(pod_name(number))
         ended = threading.Event()
         watch = threading.Thread(target=_watch, args=(cluster, pods, agents, ended), daemon=True)
         try:
@@ -68,10 +68,14 @@ class KubernetesCluster(Cluster):
                 watch.join()
             cluster.delete(pods)
 
+    def expected_name(self, agent: str) -> str:
+        """Return the name of the agent's pod; the agent's own has the machine, which Kubernetes chooses after the request."""
+        return pod_of(agent)
+
 
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
         with suppress(*cluster.errors, OSError):  # the next poll tries again
             for number, (reason, is_hopeless) in cluster.problems(pods).items():
                 if is_hopeless:
-                    agents.fail(f"pod {number}", reason)
+                    agents.fail(pod_name(number), reason)

@@ -96,6 +96,16 @@ def machine_of(agent: str) -> str:
     return agent.rpartition("/")[0]
 
 
+def pod_of(agent: str) -> str:
+    """Return the name of the pod in which the agent of this name runs."""
+    return pod_name(agent.rpartition("/")[2])
+
+
+def pod_name(index: int | str) -> str:
+    """Return the name of a pod of a training, for messages."""
+    return f"pod {index}"
+
+
 def _metadata(pods: AgentPods) -> dict[str, Any]:
     owned = {} if pods.owner is None else {"ownerReferences": [dict(pods.owner)]}
     return {"name": pods.name, "labels": {"app.kubernetes.io/managed-by": "prefect-torch"}, **owned}

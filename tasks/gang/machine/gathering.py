@@ -94,7 +94,8 @@ class Gathering:
         while (now_s := time.monotonic()) - begun_s < longest_s:
             raise_if_requested()
             room = sum(machine.slots for machine in self._alive())
-            has_all = all(name in self._came or name in self._failed for name in self._expected)
+            came_as = self._came_as()
+            has_all = all(name in came_as or name in self._failed for name in self._expected)
             if has_all or (room >= self._most() and not awaits_names):
                 break
             enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
@@ -123,7 +124,8 @@ class Gathering:
     def reasons(self) -> dict[str, str]:
         """Return why machines did not come, by their names."""
         reasons = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
-        reasons.update({name: reason for name, reason in self._failed.items() if name not in self._came})
+        came_as = self._came_as()
+        reasons.update({name: reason for name, reason in self._failed.items() if name not in came_as})
         return reasons
 
     def release(self) -> None:
@@ -161,7 +163,12 @@ class Gathering:
         order = {name: number for number, name in enumerate(self._expected)}
         with self._changing:
             alive = [machine for machine in self._came.values() if machine.lost is None]
-        return tuple(sorted(alive, key=lambda machine: order.get(machine.name, len(order))))
+        return tuple(sorted(alive, key=lambda machine: order.get(self._cluster.expected_name(machine.name), len(order))))
+
+    def _came_as(self) -> set[str]:
+        """Return the names by which the agents that came were expected."""
+        with self._changing:
+            return set(map(self._cluster.expected_name, self._came))
 
     def _most(self) -> int:
         return self._wanted.most if self.counted is None else min(self._wanted.most, self.counted[1])
@@ -175,7 +182,7 @@ class Gathering:
         refusal = "no GPU of it is free" if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
             if refusal is not None:
-                self.fail(machine.name, refusal)
+                self.fail(self._cluster.expected_name(machine.name), refusal)
             elif self._is_over:
                 refusal = "the attempt has begun without it"
             elif machine.name in self._came:

@@ -11,6 +11,10 @@ from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
+from prefect_torch.tasks.gang.machine import gathering as gathering_module
+from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.gang.machine.link import LinkError
+from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from servers import free_port
 
@@ -68,3 +72,66 @@ def test_a_secret_that_is_refused_leaves_no_job_and_the_cluster_is_asked_again(a
     with pytest.raises(NotEnoughMachinesError, match="Kubernetes gives no machines"):
         KubernetesCluster(image="image").lend(WANTED, Asked()).__enter__()
     assert called == ["create", "delete"]
+
+
+class OpenLink:
+    """The leader's side of a link whose agent says nothing after its hello."""
+
+    def __init__(self):
+        self._closed = threading.Event()
+
+    def receive(self):
+        self._closed.wait()
+        raise LinkError("closed")
+
+    def send(self, header, body=b""):
+        pass
+
+    def close(self):
+        self._closed.set()
+
+
+class Pods:
+    """A Kubernetes that has started the pods, of which some have ended."""
+
+    errors = ()
+
+    def __init__(self, ended):
+        self._ended = dict.fromkeys(ended, ("its pod has ended: Evicted", True))
+
+    def own_reference(self):
+        return None
+
+    def create(self, pods, key):
+        pass
+
+    def problems(self, pods):
+        return self._ended
+
+    def delete(self, pods):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("come", "without_gpu", "ended", "missing"),
+    [
+        ([2, 0, 1], [], [3], ["pod 3: its pod has ended: Evicted"]),
+        ([3, 2, 1, 0], [], [], []),
+        ([2, 1], [3], [0], ["pod 0: its pod has ended: Evicted", "pod 3: no GPU of it is free"]),
+    ],
+)
+def test_no_pod_is_awaited_once_each_has_come_or_failed_and_only_those_that_failed_are_missing(
+    monkeypatch, come, without_gpu, ended, missing
+):
+    """An agent's name begins with the machine, which Kubernetes chooses."""
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: Pods(ended))
+    monkeypatch.setattr(gathering_module, "_START_S", 5.0)
+    cluster = KubernetesCluster(image="image", leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(4, 4, use_gpu=False, avoid=frozenset())) as gathering:
+        for number in [*without_gpu, *come]:
+            hello = {"name": f"node-{9 - number}/{number}", "address": "127.0.0.1", "versions": versions()}
+            gathering._enter(OpenLink(), {**hello, "slots": int(number in come)})
+        machines = gathering.wait(lambda: None, everyone=True)
+        assert [machine.name for machine in machines] == [f"node-{9 - number}/{number}" for number in sorted(come)]
+        assert sorted(gathering.missing()) == missing
