@@ -89,6 +89,8 @@ class Cluster(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     # Variables of the process that starts an agent which ranks must not inherit, such as Ray's OMP_NUM_THREADS=1.
     not_for_ranks: ClassVar[tuple[str, ...]] = ()
+    # Whether a request waits up to `wait_s` for machines, as in a queue; otherwise `wait_s` begins after the first request.
+    waits_itself: ClassVar[bool] = False
 
     wait_s: float = Field(
         default=60.0,

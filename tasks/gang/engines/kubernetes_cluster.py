@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from secrets import token_hex
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,8 @@ class KubernetesCluster(Cluster):
 
     Needs the extra `kubernetes`, and a service account that may create and delete jobs, jobsets and secrets, and list pods.
     """
+
+    waits_itself: ClassVar[bool] = True
 
     kind: Literal["kubernetes"] = "kubernetes"
     wait_s: float = Field(

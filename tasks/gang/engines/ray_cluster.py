@@ -18,6 +18,7 @@ class RayCluster(Cluster):
 
     # Ray sets the first to the number of CPUs of a bundle.
     not_for_ranks: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
+    waits_itself: ClassVar[bool] = True
 
     kind: Literal["ray"] = "ray"
     address: str = Field(

@@ -36,6 +36,7 @@ class SlurmCluster(Cluster):
         "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NAME",
         "SLURM_CPU_BIND", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE",
     )  # fmt: skip
+    waits_itself: ClassVar[bool] = True
 
     kind: Literal["slurm"] = "slurm"
     partition: str | None = Field(default=None, title="Partition", description="Slurm's default partition when empty.")

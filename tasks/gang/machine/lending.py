@@ -151,7 +151,8 @@ class Machines:
 
     def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         avoid = self._lost_lately()
-        deadline_s = time.monotonic() + self._cluster.wait_s
+        wait_s = self._cluster.wait_s
+        deadline_s = time.monotonic() + wait_s if self._cluster.waits_itself else None
         while True:
             wanted = MachineRequest(self._fewest, self._most, self._use_gpu, avoid)
             try:
@@ -160,7 +161,10 @@ class Machines:
                     lent.push(tried.pop_all())
                     return lease
             except NotEnoughMachinesError as exc:
-                if not avoid and time.monotonic() >= deadline_s:
+                now_s = time.monotonic()
+                if deadline_s is None:  # that there are too few is known only now: an agent may take a minute to come
+                    deadline_s = now_s + wait_s
+                if not avoid and now_s >= deadline_s:
                     raise
                 get_run_logger().warning("%s; the cluster is asked again", exc)
             if avoid:

@@ -1,16 +1,20 @@
 """Which machines the next attempt of a training has."""
 
+import logging
 import os
 import signal
 import sys
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from typing import ClassVar, Literal
 
 import pytest
 from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import Hosts
+from prefect_torch.tasks.gang.engines.cluster import Cluster
+from prefect_torch.tasks.gang.machine import gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
-from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 
 # An agent that is told of its end as soon as the leader knows of it.
 TERMINATED_AT_ONCE = """
@@ -94,3 +98,41 @@ def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
             raise RankFailedError("they lost each other", None, "infrastructure")
         with machines.lend(lambda: None) as lease:
             assert second.name not in lease.names
+
+
+class Silent(Cluster):
+    """A cluster none of whose agents comes, as hosts whose ssh hangs; it counts the requests."""
+
+    kind: Literal["silent"] = "silent"
+    requests: ClassVar[list[int]] = []
+
+    def lend(self, wanted, agents):
+        self.requests.append(wanted.most)
+        agents.expect("a")
+        return nullcontext()
+
+
+class Queueing(Silent):
+    """A cluster that is waited for in a queue."""
+
+    requests: ClassVar[list[int]] = []
+    waits_itself = True
+
+
+@pytest.mark.parametrize(("kind", "num_requests"), [(Silent, 2), (Queueing, 1)])
+def test_a_cluster_is_asked_again_until_wait_s_after_it_is_known_that_there_are_too_few_machines(
+    monkeypatch, kind, num_requests
+):
+    """The first request takes as long as `wait_s` itself; whoever waited for that long in a queue has waited."""
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(lending, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(gathering, "_START_S", 0.2)
+    kind.requests.clear()
+    cluster = kind(leader_address="127.0.0.1", wait_s=0.1)
+    with (
+        closing(Machines(cluster, 1, 1, use_gpu=False)) as machines,
+        pytest.raises(NotEnoughMachinesError, match=r"1 ranks wanted.*a: its agent did not come within 0\.2 s"),
+        machines.lend(lambda: None),
+    ):
+        pass
+    assert len(kind.requests) == num_requests
