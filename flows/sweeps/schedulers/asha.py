@@ -26,6 +26,7 @@ class Asha:
         max_t: The time at which a trial is complete.
         population: The number of trials. Once all have paused, the best is resumed though fewer than `reduction_factor` have.
         brackets: How many trials in a row each bracket gets; the number of a bracket is that of its trials' first rung.
+        most_rungs: How many rungs before `max_t` the first bracket has, each next bracket one fewer; None for all that fit.
 
     """
 
@@ -34,6 +35,7 @@ class Asha:
     max_t: float
     population: int
     brackets: tuple[int, ...] = (1,)
+    most_rungs: int | None = None
     asks_always: ClassVar[bool] = False
     promotes_first: ClassVar[bool] = True
 
@@ -43,9 +45,10 @@ class Asha:
 
     def rungs(self, bracket: int) -> list[float]:
         """Return the times of a bracket's rungs; the last is `max_t`."""
-        times = []
+        times: list[float] = []
         time = self.grace_period * self.reduction_factor**bracket
-        while time < self.max_t:
+        most = math.inf if self.most_rungs is None else self.most_rungs - bracket
+        while time < self.max_t and len(times) < most:
             times.append(time)
             time *= self.reduction_factor
         return [*times, self.max_t]
@@ -157,9 +160,13 @@ def _best_first(reached: _Reached, rung: int) -> _Reached:
 
 
 def hyperband(grace_period: float, reduction_factor: float, max_t: float, population: int) -> Asha:
-    """Return brackets of successive halving, from one with many trials and an early first rung to one without rungs."""
+    """Return brackets of successive halving, from one with many trials and an early first rung to one without rungs.
+
+    The brackets have as many trials and rungs as in the paper, also if `max_t` is no power of the factor. The paper counts the
+    rungs from `max_t` down; here they are those of `Asha`, from `grace_period` up.
+    """
     most = max(0, math.floor(math.log(max_t / grace_period, reduction_factor) + 1e-9))
     counts = tuple(
         math.ceil((most + 1) / (left + 1) * reduction_factor**left) for left in range(most, -1, -1)
     )  # of the bracket with `left` rungs before max_t
-    return Asha(grace_period, reduction_factor, max_t, population, counts)
+    return Asha(grace_period, reduction_factor, max_t, population, counts, most)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows import choice, loguniform, randint, uniform
@@ -176,6 +177,21 @@ def test_halving_looks_at_the_order_of_values_alone(asha, data, concurrent):
         values = {one.value for it in before.values() for one in it.reports}
         if len({value * 2 + 1000 for value in values}) == len(values):  # no two became equal by rounding
             assert asha.decide(scaled, number) == decided
+
+
+@pytest.mark.parametrize("max_t", [81, 100, 242])
+def test_the_brackets_of_hyperband_have_as_many_trials_and_rungs_as_in_the_paper(max_t):
+    """Those of its table 1; the last bracket has no rung before `max_t`."""
+    brackets = hyperband(1, 3, max_t, 143)
+    assert brackets.brackets == (81, 34, 15, 8, 5)
+    rungs = [[1, 3, 9, 27], [3, 9, 27], [9, 27], [27], []]
+    assert [brackets.rungs(bracket) for bracket in range(5)] == [[*times, max_t] for times in rungs]
+
+
+def test_asha_has_every_rung_before_its_end():
+    """As Ray's, whose last one may be close to it."""
+    assert Asha(1, 3, 81, 9).rungs(0) == [1, 3, 9, 27, 81]
+    assert Asha(1, 3, 100, 9).rungs(0) == [1, 3, 9, 27, 81, 100]
 
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 4), st.sampled_from([6, 8]))
