@@ -118,8 +118,10 @@ class RandomDraw:
         value = self._random.uniform(low, high)
         return value if step is None else _on_step(value, low, high, step)
 
-    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:  # noqa: ARG002 - the signature of Draw
+    def integer(self, name: str, low: int, high: int, *, step: int, log: bool) -> int:
         """Return an integer."""
+        if log:  # as Optuna's samplers do, a half beyond each bound, else these would be drawn half as often
+            return min(high, max(low, round(self.real(name, low - 0.5, high + 0.5, step=None, log=True))))
         return self._random.randrange(low, high + 1, step)
 
     def category(self, name: str, labels: Any) -> Any:  # noqa: ARG002 - the signature of Draw

@@ -81,6 +81,17 @@ def test_a_space_is_json_and_its_nested_domains_exist_only_where_they_are_chosen
     assert {config["optimizer"].get("layers") for config in configs} == {None, 1, 2, 3}
 
 
+def test_an_integer_with_a_logarithm_is_drawn_as_often_from_each_power_of_ten():
+    space = parse_space({"n": randint(1, 10001, log=True), "m": randint(1, 4, log=True)})
+    drawn = [space.suggest("", RandomDraw(random.Random(seed))) for seed in range(1000)]
+    numbers = sorted(config["n"] for config in drawn)
+    assert 50 < numbers[500] < 100, "the middle of the logarithms, from 0.5 to 10000.5, is that of 71"
+    assert (numbers[0], 9000 < numbers[-1] <= 10000) == (1, True)
+    assert {type(number) for number in numbers} == {int}
+    counts = [sum(config["m"] == number for config in drawn) for number in (1, 2, 3)]
+    assert counts[0] > counts[1] > counts[2] > 100, "1 has log(3), 2 log(5 / 3), 3 log(7 / 5) of log(7)"
+
+
 def test_what_was_suggested_is_found_by_its_parameters_again():
     space = parse_space(NESTED)
     for seed in range(20):
