@@ -16,6 +16,7 @@ _BEST, _RUNNING, _COMPLETED = COLOURS[2], COLOURS[1], COLOURS[0]
 _MAX_IMPROVEMENTS = 200
 _UNITS = (("seconds", 1.0), ("minutes", 60.0), ("hours", 3600.0))
 _MANY_UNITS = 300
+_MOST_STEPS = 6  # between the ticks of the times
 
 
 def draw_trials(trials: Sequence[SeenTrial], best: SeenTrial | None) -> str | None:
@@ -105,7 +106,8 @@ def _frame(across: Axis, values: Axis) -> Frame:
 
 
 def _ticks(high: float) -> tuple[float, ...]:
-    step = next(step for power in (1, 10, 100) for step in (power, 2 * power, 5 * power) if high / step <= 6)  # noqa: PLR2004
+    power = 10 ** max(0, math.floor(math.log10(high / _MOST_STEPS)))
+    step = next(factor * power for factor in (1, 2, 5, 10) if high / (factor * power) <= _MOST_STEPS)
     return tuple(float(number * step) for number in range(math.floor(high / step) + 1))
 
 

@@ -21,6 +21,7 @@ from prefect_torch.flows.monitoring.sweeps.page import SweepContext, write_sweep
 from prefect_torch.flows.monitoring.sweeps.parameters import at_equal_steps, importances, parameters_of, varied
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.monitoring.sweeps.trial_chart import draw_best
+from prefect_torch.flows.monitoring.sweeps.trial_curves import TrialCurve
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.sweeps.journal.events import TrialReported
@@ -81,6 +82,27 @@ def test_the_best_value_falls_over_the_time_of_all_trials(view):
     assert [x for x, _ in places] == sorted(x for x, _ in places)
     assert [y for _, y in places] == sorted(y for _, y in places)  # down the page: a loss only falls
     assert len(picture.findall(".//{*}circle")) == 5  # 3, 2 and 1 of the first trial, 0.7 and 0.5 of the best
+
+
+@pytest.mark.parametrize(
+    ("lasted_s", "unit", "times"),
+    [
+        (0.5, "seconds", ["0"]),
+        (6, "seconds", ["0", "1", "2", "3", "4", "5", "6"]),
+        (299, "seconds", ["0", "50", "100", "150", "200", "250"]),
+        (300 * 60, "hours", ["0", "1", "2", "3", "4", "5"]),
+        (3000 * 3600, "hours", ["0", "500", "1000", "1500", "2000", "2500", "3000"]),
+        (3001 * 3600, "hours", ["0", "1000", "2000", "3000"]),
+        (60000 * 3600, "hours", ["0", "10k", "20k", "30k", "40k", "50k", "60k"]),
+    ],
+)
+def test_the_best_value_has_a_few_whole_times_beside_it_however_long_the_sweep_is(lasted_s, unit, times):
+    """One that is continued for years, with more trials."""
+    curve = TrialCurve(((1, 2.0), (2, 1.0)), {1: 0.0, 2: float(lasted_s)})
+    picture = ET.fromstring(draw_best([SeenTrial(0, "run-0", "completed", None, {}, {}, 1.0, curve=curve)], "min"))
+    texts = picture.findall(".//{*}text")
+    assert f"over the {unit} since" in texts[0].text
+    assert [it.text for it in texts if it.get("text-anchor") == "middle"] == times
 
 
 def test_parallel_coordinates_have_an_axis_per_parameter_and_a_line_per_scored_trial(view):
