@@ -36,18 +36,41 @@ def library_logs_in_run() -> Iterator[None]:
     """
     handler = _ToRun(get_run_logger())
     consoles = [it for it in logging.getLogger().handlers if isinstance(it, PrefectConsoleHandler)]
-    level = _LIBRARY.level
-    _LIBRARY.setLevel(min(logging.INFO, _LIBRARY.getEffectiveLevel()))
-    _LIBRARY.addHandler(handler)
-    for console in consoles:
-        console.addFilter(handler.leaves_out)
-    try:
-        yield
-    finally:
+    with _library_level:
+        _LIBRARY.addHandler(handler)
         for console in consoles:
-            console.removeFilter(handler.leaves_out)
-        _LIBRARY.removeHandler(handler)
-        _LIBRARY.setLevel(level)
+            console.addFilter(handler.leaves_out)
+        try:
+            yield
+        finally:
+            for console in consoles:
+                console.removeFilter(handler.leaves_out)
+            _LIBRARY.removeHandler(handler)
+
+
+class _LibraryLevel:
+    """Has the records from INFO on made while any thread is within the context: the level is one for all threads."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._num_within = 0
+        self._before = logging.NOTSET
+
+    def __enter__(self) -> None:
+        with self._changing:
+            if self._num_within == 0:
+                self._before = _LIBRARY.level
+                _LIBRARY.setLevel(min(logging.INFO, _LIBRARY.getEffectiveLevel()))
+            self._num_within += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changing:
+            self._num_within -= 1
+            if self._num_within == 0:
+                _LIBRARY.setLevel(self._before)
+
+
+_library_level = _LibraryLevel()
 
 
 class _ToRun(logging.Handler):

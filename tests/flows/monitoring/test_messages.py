@@ -76,6 +76,38 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
     assert all(it.startswith("attempt 2 resumed from step 9 and completed without a report: ") for it in told)
 
 
+def test_trials_that_run_at_once_each_have_the_lines_about_their_checkpoints(monkeypatch, caplog):
+    """The level of a logger, which is WARNING here, is one for all threads."""
+    monkeypatch.setattr(run_logs, "get_run_logger", lambda: logging.getLogger(f"of-{threading.current_thread().name}"))
+    library, restore = logging.getLogger("prefect_torch.ckpt"), logging.getLogger("prefect_torch.ckpt.restore")
+    for logger, level in (("", logging.WARNING), ("of-first", logging.INFO), ("of-second", logging.INFO)):
+        caplog.set_level(level, logger)
+    is_first_within, are_both_within, is_first_over = (threading.Event() for _ in range(3))
+
+    def run_first():
+        with library_logs_in_run():
+            is_first_within.set()
+            are_both_within.wait(60)
+            restore.info("verified")
+        is_first_over.set()
+
+    def run_second():
+        is_first_within.wait(60)
+        with library_logs_in_run():
+            are_both_within.set()
+            is_first_over.wait(60)
+            restore.info("verified")
+
+    trials = [threading.Thread(target=run, name=name) for run, name in ((run_first, "first"), (run_second, "second"))]
+    for trial in trials:
+        trial.start()
+    for trial in trials:
+        trial.join()
+    assert [it.name for it in caplog.records if it.name.startswith("of-")] == ["of-first", "of-second"]
+    assert library.level == logging.NOTSET
+    assert not library.handlers
+
+
 def test_a_line_about_checkpoints_is_shown_once(monkeypatch):
     """Prefect's console is on the root logger, too, and showed each warning twice."""
     console = PrefectConsoleHandler(stream=StringIO())
