@@ -141,10 +141,11 @@ class GpuAllocation:
         """Raise ValueError unless this machine has enough GPUs, free or not."""
         pool = self._gpus()
         if len(pool) < self._fewest:
+            given = self._count if self._fewest == self._count else (self._fewest, self._count)
             is_sliced = any("MIG" in gpu.name for gpu in pool)
             why = " (a process sees one slice of a GPU in MIG mode)" if is_sliced else ""
             raise ValueError(
-                f"{self._fewest} ranks with use_gpu=True need as many GPUs, and this machine has {len(pool)}{why}; "
+                f"num_workers={given} with use_gpu=True needs {self._fewest} GPUs, and this machine has {len(pool)}{why}; "
                 "lower num_workers or give use_gpu=False"
             )
 

@@ -115,7 +115,7 @@ def test_a_range_of_ranks_has_as_many_as_there_are_free_gpus(other, run):
     assert [rank["device"] for rank in told["ranks"]] == ["fakegpu:0", "fakegpu:1"]
     sizes = {name: newest_attempt(CheckpointStore.open(run.storage, name)).world_size for name in ("run", "next")}
     assert sizes == {"run": 1, "next": 2}
-    with pytest.raises(ValueError, match="3 ranks with use_gpu=True need as many GPUs, and this machine has 2"):
+    with pytest.raises(ValueError, match=r"num_workers=\(3, 4\) with use_gpu=True needs 3 GPUs, and this machine has 2"):
         train("gpu_trainings:tell_gpu", {}, ScalingConfig(num_workers=(3, 4), use_gpu=True), run)
 
 

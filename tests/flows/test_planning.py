@@ -159,7 +159,7 @@ def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):
     both, three = (ScalingConfig(num_workers=number, use_gpu=True) for number in (2, 3))
     assert line(planned(store, scaling=both), "gpus") == ("ok", "2 ranks, each with a GPU, which are free: uuid-0, uuid-1")
     status, text = line(planned(store, scaling=three), "gpus")
-    assert (status, "need as many GPUs, and this machine has 2" in text) == ("wrong", True)
+    assert (status, "needs 3 GPUs, and this machine has 2" in text) == ("wrong", True)
     other = GpuAllocation(1, 0.0, "flow run quick-fox")
     other.take(lambda: None)
     assert line(planned(store, scaling=ScalingConfig(num_workers=(1, 4), use_gpu=True)), "gpus") == (

@@ -139,7 +139,7 @@ def test_what_is_free_is_enough_from_the_fewest_on_and_more_are_taken_when_they_
     assert take(range_of) == {"FAKEGPU_VISIBLE_DEVICES": "1,2,0"}, "a rank keeps its GPU"
     assert range_of.locks[:2] == held
     range_of.release()
-    with pytest.raises(ValueError, match="4 ranks with use_gpu=True need as many GPUs, and this machine has 3"):
+    with pytest.raises(ValueError, match=r"num_workers=\(4, 5\) with use_gpu=True needs 4 GPUs, and this machine has 3"):
         take(GpuAllocation(5, None, "this one", fewest=4))
 
 
@@ -167,7 +167,7 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
     monkeypatch.setenv("FAKEGPU_VISIBLE_DEVICES", "0,2")
     second = allocation(1)
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "2"}
-    with pytest.raises(ValueError, match="3 ranks with use_gpu=True need as many GPUs, and this machine has 2"):
+    with pytest.raises(ValueError, match="num_workers=3 with use_gpu=True needs 3 GPUs, and this machine has 2"):
         allocation(3).check()
     first.release()
     second.release()
