@@ -252,16 +252,36 @@ class Search:
         return self.recorded.used_s + self._clock() - self._started_s
 
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
-        """Record that the run of a trial has ended; a completed one has failed if it lacks a metric, unless `is_judged`."""
+        """Record that the run of a trial has ended; a completed one has failed if it lacks a metric, unless `is_judged`.
+
+        A trial that has not reported since it went on from another one's checkpoint, which may have left nothing to train, has
+        completed as it was before: its score is not that of its new config.
+        """
         with self.recorded.lock:
-            trial = self.trials[number]
+            trial, former = self.trials[number], None
             if end.outcome == "completed" and not is_judged:
-                end = judge(end, self._needed_by(trial))
-            self._tell(trial, end.outcome, end.metrics)
+                judged = judge(end, self._needed_by(trial))
+                if judged.outcome == "failed" or not end.has_reported:
+                    former = trial.former
+                end = judged if former is None else TrialEnd("completed", self._undone(trial), former.metrics)
+            self._tell(former or trial, end.outcome, end.metrics)
             self.recorded.record(
-                TrialEnded(number, end.outcome, end.reason, end.metrics, self._study.take_operations(), used_s=self._used_s)
+                TrialEnded(
+                    number,
+                    end.outcome,
+                    end.reason,
+                    end.metrics,
+                    self._study.take_operations(),
+                    undoes_clone=former is not None,
+                    used_s=self._used_s,
+                )
             )
             return self.trials[number]
+
+    def _undone(self, trial: TrialRecord) -> str:
+        """Return why a trial is again as it was before it went on from another one's checkpoint."""
+        assert trial.source is not None
+        return f"no report has {self.metrics[0]!r} since it went on from trial {trial.source.trial}, which is undone"
 
     def _needed_by(self, trial: TrialRecord) -> list[str]:
         """Return the metrics without which a trial has failed: also the scheduler's time, unless a report had it."""

@@ -18,12 +18,14 @@ class TrialEnd:
         outcome: Whether its function returned ("completed"), it was stopped, or it failed for good.
         reason: The error, or None.
         metrics: The newest value of each metric that it reported.
+        has_reported: Whether its run has a report: what its function returned is none.
 
     """
 
     outcome: TrialOutcome
     reason: str | None = None
     metrics: Metrics = field(default_factory=dict)
+    has_reported: bool = True
 
 
 def judge(end: TrialEnd, metrics: Sequence[str]) -> TrialEnd:

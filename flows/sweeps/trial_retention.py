@@ -26,7 +26,8 @@ def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str
     """Return the checkpoints to delete so that only the best trials keep theirs.
 
     Trials that may continue keep their checkpoints, and so do failed ones, which `restart_errored` restarts. A run that another
-    trial begins from stays until that trial has reported. Only trials that cannot continue are compared: others may get worse.
+    trial begins from stays until that trial has reported, and so does that trial's own run before. Only trials that cannot
+    continue are compared: others may get worse.
 
     Args:
         history: The trials.
@@ -39,6 +40,7 @@ def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str
     over = [trial for trial in history.values() if trial.source is None and (trial.state in _ENDED or trial.number in lost)]
     over.sort(key=lambda trial: _key(trial, metric, mode))
     needed = {trial.source.run for trial in history.values() if trial.source is not None}
+    needed |= {trial.former.run for trial in history.values() if trial.former is not None}
     excess = [(trial.number, trial.run) for trial in over[keep:]]
     left = [(trial.number, run) for trial in history.values() for run in trial.earlier_runs]
     return Excess(

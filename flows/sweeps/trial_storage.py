@@ -69,7 +69,9 @@ def end_of_error(error: BaseException) -> TrialEnd:
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:
     """Return the end of a trial whose function has returned `value`: the metrics in a dict count as its last report."""
-    return TrialEnd("completed", None, newest_of_each(read_history(run)) | metrics_in(value))
+    history = read_history(run)
+    has_reported = any(not record.is_logged for record in history)
+    return TrialEnd("completed", None, newest_of_each(history) | metrics_in(value), has_reported)
 
 
 def metrics_in(value: object) -> Metrics:

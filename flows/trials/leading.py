@@ -92,6 +92,7 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
             if end is not None and end.outcome == "completed":
                 search.end(trial.number, end)
     search.use_config()
+    _unpin(search, storage)  # a kill may have come between the last end and this
     return search.running()
 
 
@@ -105,6 +106,10 @@ def _record_end(
         return
     if end is not None and trial.state == "running":
         search.end(number, end)
+    _unpin(search, storage)
+
+
+def _unpin(search: Search, storage: StorageSpec) -> None:
     for source, clone in search.recorded.take_released():
         unpin_source(storage, source, clone)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt.reporting.events import DecisionRequest
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import decode_event
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -37,6 +38,7 @@ class Simulation:
     entries: list[dict[str, Any]] = field(default_factory=list)
     states: dict[tuple[str, int], Any] = field(default_factory=dict)  # checkpoints: by run and step
     steps: dict[str, int] = field(default_factory=dict)  # the newest checkpoint of each run
+    newest: dict[str, Metrics] = field(default_factory=dict)  # the newest report of each run
     total: int = 0
     pinned: set[tuple[str, str]] = field(default_factory=set)
     deleted: list[str] = field(default_factory=list)  # the runs whose checkpoints are gone
@@ -86,11 +88,15 @@ class Simulation:
         else:
             step = self.steps.get(trial.run, 0)
             state = self.states[trial.run, step] if step else None
+        if step >= self.epochs:  # nothing is left to train
+            known = self.newest.get(trial.run)
+            search.end(number, TrialEnd("completed", None, known or {}, has_reported=known is not None))
+            return False
         state, value = self.advance(state, trial.config, step)
         step += 1
         self.total += 1
         self.states[trial.run, step], self.steps[trial.run] = state, step
-        metrics = {"loss": value}
+        metrics = self.newest[trial.run] = {"loss": value}
         points = search.points(number, lambda: 0)
         asks = points is not None and (
             (points.milestone is not None and step >= points.milestone) or any(step >= it for it in points.stop.values())

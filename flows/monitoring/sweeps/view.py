@@ -70,7 +70,7 @@ class SweepView:
         self._clock = clock
         self._records: History = {}
         self._curves: dict[int, TrialCurve] = {}
-        self._earlier: dict[int, tuple[int, TrialCurve]] = {}  # the number of runs that a trial has left, and their reports
+        self._earlier: dict[int, tuple[tuple[str, ...], TrialCurve]] = {}  # the runs that a trial has left, and their reports
         self._versions: dict[int, _Version] = {}
 
     @property
@@ -139,12 +139,14 @@ class SweepView:
         return record.state == "running" or self._versions.get(record.number) != _version(record)
 
     def _read(self, record: TrialRecord) -> TrialCurve:
-        num_read, earlier = self._earlier.get(record.number, (0, TrialCurve()))
-        for run in record.earlier_runs[num_read:]:  # before it continued from another trial's checkpoint
+        known, earlier = self._earlier.get(record.number, ((), TrialCurve()))
+        if record.earlier_runs[: len(known)] != known:  # it has returned to one of them
+            known, earlier = (), TrialCurve()
+        for run in record.earlier_runs[len(known) :]:  # before it continued from another trial's checkpoint
             earlier = self._curve_of(run).after(earlier)
         curve = self._curve_of(record.run)
         if curve.attempts:  # the trial trains there: the runs before have stored their reports
-            self._earlier[record.number] = (len(record.earlier_runs), earlier)
+            self._earlier[record.number] = (record.earlier_runs, earlier)
         return curve.after(earlier)
 
     def _curve_of(self, run: str) -> TrialCurve:

@@ -73,6 +73,7 @@ class TrialEnded(TrialEvent):
         reason: Why it was stopped, or its error; None if it completed.
         metrics: Its last metrics.
         operations: The operations by which the study has recorded it.
+        undoes_clone: Whether it has ended as it was before it went on from another trial's checkpoint, in the run before.
 
     """
 
@@ -81,6 +82,7 @@ class TrialEnded(TrialEvent):
     reason: str | None = None
     metrics: Metrics = field(default_factory=dict)
     operations: list[dict[str, Any]] = field(default_factory=list)
+    undoes_clone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

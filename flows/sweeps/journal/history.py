@@ -47,7 +47,9 @@ class TrialRecord:
         reports: Its reports that led to a decision, in order.
         source: The checkpoint of another trial that its run begins from; None if it begins afresh.
         is_cloned: Whether its config is no longer the one that was suggested for it.
-        earlier_runs: The names of its runs before the present one, which began from another trial's checkpoint.
+        former: The trial before it went on from another one's checkpoint, while that may be undone; None otherwise.
+        earlier_runs: The names of the other runs that it has left, in order: of each takeover, the run before, or its own if it
+            was undone.
         deleted_runs: The names of those of its runs whose checkpoints have been deleted.
         reports_before: The number of reports before its present run.
         common: The config of all trials when it last started or resumed; None if an older version did not record it.
@@ -65,6 +67,7 @@ class TrialRecord:
     reports: tuple[RungReport, ...] = ()
     source: Source | None = None
     is_cloned: bool = False
+    former: "TrialRecord | None" = None
     earlier_runs: tuple[str, ...] = ()
     deleted_runs: tuple[str, ...] = ()
     reports_before: int = 0
@@ -100,13 +103,21 @@ def apply(trials: dict[int, TrialRecord], event: Event, common: dict[str, Any] |
                 trials[event.trial], state="running", reason=None, milestone=event.milestone, common=common
             )
         case TrialEnded():
-            trials[event.trial] = replace(trials[event.trial], state=event.state, reason=event.reason, metrics=event.metrics)
+            trials[event.trial] = _ended(trials[event.trial], event)
         case TrialReported():
             trials[event.trial] = _reported(trials[event.trial], event)
         case CheckpointsDeleted():
             trial = trials[event.trial]
             trials[event.trial] = replace(trial, deleted_runs=(*trial.deleted_runs, event.run))
     return common
+
+
+def _ended(trial: TrialRecord, event: TrialEnded) -> TrialRecord:
+    if event.undoes_clone and trial.former is not None:
+        earlier_runs = (*trial.former.earlier_runs, trial.run)
+        trial = replace(trial.former, earlier_runs=earlier_runs, deleted_runs=trial.deleted_runs)
+    former = trial.former if event.state == "failed" else None  # a failed one may be restarted
+    return replace(trial, state=event.state, reason=event.reason, metrics=event.metrics, former=former)
 
 
 def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
@@ -119,7 +130,7 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
         reports=(*trial.reports, RungReport(event.time, event.value, event.checkpoint, event.num_reports)),
     )
     if event.cloned is None:
-        return reported
+        return replace(reported, former=None)
     cloned = event.cloned
     return replace(
         reported,
@@ -127,6 +138,7 @@ def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
         config=cloned.config,
         source=cloned.source,
         is_cloned=True,
+        former=replace(reported, source=None, former=None),
         earlier_runs=(*trial.earlier_runs, trial.run),
         reports_before=cloned.reports_before,
     )

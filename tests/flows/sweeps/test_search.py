@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,8 +11,16 @@ from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.domains import parse_space
-from prefect_torch.flows.sweeps.journal.events import decode_event
-from prefect_torch.flows.sweeps.journal.history import score_of
+from prefect_torch.flows.sweeps.journal.events import (
+    Cloned,
+    Source,
+    TrialEnded,
+    TrialReported,
+    TrialResumed,
+    TrialStarted,
+    decode_event,
+)
+from prefect_torch.flows.sweeps.journal.history import history_of, score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
@@ -230,6 +239,82 @@ def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
     assert {(source.run, source.checkpoint) for source, _ in search.recorded.take_released()} == simulation.pinned
     fixed = Simulation(configured(num_trials=12, max_t=40), {"rate": loguniform(0.001, 1)}, follow_schedule, epochs=100)
     assert simulation.best(search) < fixed.best(fixed.lead())
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillingJournal(list):
+    """A journal after whose entry of a number its process is killed."""
+
+    kill_after = -1
+
+    def append(self, entry):
+        super().append(entry)
+        if len(self) == self.kill_after:
+            raise Killed
+
+
+def test_a_trial_with_nothing_left_to_train_after_a_takeover_has_completed_as_before_it_wherever_a_kill_comes():
+    config = configured(
+        scheduler="pbt", perturbation_interval=3, num_trials=8, max_concurrent=1, max_failed_trials=0, keep_best_trials=2
+    )
+
+    def outcome(search):
+        return [(it.state, it.reason, it.config, it.metrics, it.reports) for it in search.trials.values()]
+
+    undisturbed = Simulation(config, SPACE, fall_to_distance, epochs=6)
+    search = undisturbed.lead()
+    expected = outcome(search)
+    assert {trial.state for trial in search.trials.values()} == {"completed"}
+    taken_back = [trial for trial in search.trials.values() if trial.reason is not None]
+    assert taken_back
+    for trial in taken_back:
+        assert re.fullmatch(r"no report has 'loss' since it went on from trial [0-7], which is undone", trial.reason)
+        assert trial.metrics == undisturbed.newest[trial.run] == {"loss": fall_to_distance(None, trial.config, 5)[1]}
+        assert trial.earlier_runs[-1] not in undisturbed.newest
+    assert [it.state.name for it in search._study._study.trials].count("COMPLETE") == sum(
+        not trial.is_cloned for trial in search.trials.values()
+    )
+    assert {run for run, _ in undisturbed.states} == {trial.run for trial in best_of(search, 2)}
+    for kill_after in range(1, len(undisturbed.entries)):
+        killed = Simulation(config, SPACE, fall_to_distance, epochs=6, entries=KillingJournal())
+        killed.entries.kill_after = kill_after
+        with pytest.raises(Killed):
+            killed.lead()
+        again = killed.lead()
+        assert outcome(again) == expected
+        assert {(source.run, source.checkpoint) for source, _ in again.recorded.take_released()} == killed.pinned
+        assert {run for run, _ in killed.states} == {trial.run for trial in best_of(again, 2)}
+
+
+def test_what_a_function_returns_after_a_takeover_is_no_score_of_its_new_config_unless_it_has_reported():
+    for has_reported in (False, True):
+        config = configured(scheduler="pbt", perturbation_interval=2, num_trials=2)
+        search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep", lambda *_: ("good", 2))
+        before = [search.next_trial() for _ in range(2)][1]
+        assert search.decide(0, DecisionRequest(0, 2, 2, {"loss": 0.1}, "good")).goes_on
+        assert not search.decide(1, DecisionRequest(0, 2, 2, {"loss": 9.0}, "bad", {"loss": 9.0})).goes_on
+        taken = search.next_trial()
+        ended = search.end(1, TrialEnd("completed", None, {"loss": 0.1}, has_reported))
+        assert (ended.state, ended.metrics) == ("completed", {"loss": 0.1 if has_reported else 9.0})
+        assert (ended.run, ended.config) == ((taken.run, taken.config) if has_reported else (before.run, before.config))
+
+
+def test_a_takeover_is_undone_though_the_trial_failed_and_was_restarted_and_not_once_it_was_decided_on():
+    def after(*more):
+        started = [TrialStarted(number, f"run-{number}", {"lr": number}, number) for number in range(2)]
+        cloned = Cloned("clone", {"lr": 3}, Source(1, "run-1", "good"))
+        taken = TrialReported(0, 1, 9.0, "bad", {"loss": 9.0}, "paused", cloned=cloned)
+        return history_of([*started, taken, TrialResumed(0), *more])[0]
+
+    failed, ended = TrialEnded(0, "failed", "OSError"), TrialEnded(0, "completed", metrics={"loss": 9.0}, undoes_clone=True)
+    restarted = after(failed, TrialResumed(0), ended)
+    assert (restarted.run, restarted.config, restarted.earlier_runs) == ("run-0", {"lr": 0}, ("clone",))
+    assert not restarted.is_cloned
+    decided = after(TrialReported(0, 2, 1.0, "better", {"loss": 1.0}, "running"))
+    assert (decided.run, decided.former) == ("clone", None)
 
 
 @pytest.mark.parametrize(

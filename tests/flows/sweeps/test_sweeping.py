@@ -287,6 +287,30 @@ def test_a_pin_whose_clone_a_kill_kept_from_the_journal_is_removed_at_the_next_s
     remove_lost_pin(Run.open(str(tmp_path), "another"), [])
 
 
+@pytest.mark.parametrize("killed_at", [None, "end", "unpin_source"])
+def test_a_takeover_that_leaves_nothing_to_train_changes_no_result_and_leaves_no_pin(run, monkeypatch, killed_at):
+    space, config = {"lr": uniform(0, 1)}, {"epochs": 4}
+    points = [{"lr": 0.4}, {"lr": 0.9}]
+    chosen = search(scheduler="pbt", perturbation_interval=3, num_trials=2, initial_points=points, max_failed_trials=0)
+
+    def be_killed(*_, **__):
+        raise OSError("no answer")
+
+    where = {"end": Search, "unpin_source": leading}
+    if killed_at is not None:
+        monkeypatch.setattr(where[killed_at], killed_at, be_killed)
+        with pytest.raises(OSError, match="no answer"):
+            sweep("sweep_trainings:climb", space, config, chosen, run=run)
+        monkeypatch.undo()
+    result = sweep("sweep_trainings:climb", space, config, chosen, run=run)
+    ends = [(trial.state, trial.config["lr"], trial.checkpoint.step) for trial in result]
+    assert ends == [("completed", 0.4, 3), ("completed", 0.9, 3)]
+    assert [trial.metrics["loss"] for trial in result] == pytest.approx([0.1 + 1 / 4, 0.6 + 1 / 4])
+    assert [trial.reason for trial in result] == [None, "no report has 'loss' since it went on from trial 0, which is undone"]
+    assert SweepResult.from_storage(run.storage, run.name) == result
+    assert CheckpointStore.open(run.storage, result[0].run).pinned() == set()
+
+
 def test_runs_that_the_journal_does_not_know_tell_that_its_last_entries_are_lost(tmp_path):
     led, names = Run.open(str(tmp_path), "sweep"), [f"sweep/trial-000{number}-0123abcd" for number in range(3)]
     for name in names[:2]:

@@ -51,6 +51,15 @@ def test_a_returned_dict_is_the_last_report(run):
     assert end_of_returned(run, {"loss": 1.0}).metrics == {"loss": 1.0, "epoch": 1}
 
 
+def test_neither_a_returned_dict_nor_a_logged_metric_is_a_report(run):
+    writer = HistoryWriter(run, 1)
+    writer.append(MetricRecord(1, 0, {"lr": 0.1}, None, "2026-11-21T00:00:00+00:00", is_logged=True))
+    writer.flush()
+    assert not end_of_returned(run, {"loss": 1.0}).has_reported
+    reported(run, {"loss": 3.0})
+    assert end_of_returned(run, None).has_reported
+
+
 def test_what_is_no_metric_in_a_returned_dict_is_left_out(run):
     reported(run, {"loss": 3.0})
     returned = {"loss": np.float32(0.5), "accuracy": torch.tensor(0.25), "curve": [1.0, 2.0], "model": object(), 3: 4.0}

@@ -54,7 +54,7 @@ def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(t
     ended(run, "now", "stopped")
     assert trials._end_of(start) is None, "the journal has the decision"
     ended(run, "another", "completed")
-    assert trials._end_of(start) == TrialEnd("completed")
+    assert trials._end_of(start) == TrialEnd("completed", has_reported=False)
 
 
 def test_a_run_in_which_its_trial_does_not_go_on_ends_at_its_next_report():

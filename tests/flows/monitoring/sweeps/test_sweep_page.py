@@ -166,6 +166,20 @@ def test_a_trial_that_goes_on_in_another_run_keeps_its_curve_up_to_there():
         assert one.trials()[0].curve.points == ((0, 3.0), (1, 2.0), (2, 0.3), (3, 0.2))
 
 
+def test_a_trial_that_has_returned_to_the_run_before_has_the_curve_of_that_one():
+    run, definition = store_sweep(MemoryStorage())
+    records = history_of(events_of_a_sweep())
+    store_trial_from(run, trial_run(9), [])
+    moved = replace(records[0], run=trial_run(9), earlier_runs=(trial_run(0),), is_cloned=True, state="running")
+    returned = replace(records[0], earlier_runs=(trial_run(9),))
+    view = SweepView(run, definition)
+    for one in (moved, returned, returned):
+        view.record({**records, 0: one})
+        view.read()
+        assert view.trials()[0].curve.points == ((0, 3.0), (1, 2.0), (2, 1.0))
+    assert view._earlier[0][1].points == ()
+
+
 def store_trial_from(sweep, name, points):
     run = Run.open(sweep.storage, name)
     attempt = claim_attempt(run, Owner.current(), world_size=1)
