@@ -22,7 +22,7 @@ _LEAST_BYTES = 8 * 2**20  # for smaller files, threads and buffers cost more tha
 _PIECE_BYTES = 4 * 2**20
 _PIECES = 4  # one is read and digested while others are written
 _WRITERS = 2  # the disk always has a next write, and never waits for Python
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: RLIMIT_FSIZE, or the filesystem's own limit
 _REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DIRECT, or not from this memory
 
 
@@ -108,11 +108,11 @@ def write_small(data: bytes, target: int, path: Callable[[], Path]) -> Transfer:
 
 @contextmanager
 def naming_if_full(path: Callable[[], Path]) -> Iterator[None]:
-    """Name the written file in the error of a full filesystem or quota: a write to a descriptor does not know it."""
+    """Name the written file in the error of a full filesystem, quota or file: a write to a descriptor does not know it."""
     try:
         yield
     except OSError as exc:
-        if exc.errno in _FULL and exc.filename is None:
+        if exc.errno in _NO_ROOM and exc.filename is None:
             exc.filename = str(path())
         raise
 

@@ -219,7 +219,7 @@ def test_a_mount_of_rclone_answers_an_input_output_error_to_each_link_and_gets_c
     assert storage.get_bytes("run/x/a") == storage.get_bytes("run/x/b") == b"data"
 
 
-@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 @pytest.mark.parametrize("call", ["write", "fsync"])
 def test_a_filesystem_that_is_full_in_mid_write_is_told_with_the_file(storage, source, monkeypatch, call, reason):
     """What fails there is a call with a descriptor, whose error names nothing; a file server may fail only the last one."""
