@@ -230,7 +230,7 @@ class ObstoreStorage:
         if isinstance(self._store, S3Store):
             from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, only for removing uploads
 
-            abort_stale_uploads(self._store, prefix, older_than_s)
+            abort_stale_uploads(self._store, prefix, older_than_s, self._deadline_s)
 
     def reopened(self) -> "ObstoreStorage":
         """Return this storage with a new connection."""

@@ -11,16 +11,20 @@ from typing import Any
 
 from obstore.store import S3Store
 
+from .waits import Waits, waits_of
+
+_TRIES = 3  # of a request
 _TRUE = ("1", "true", "on", "yes", "y")  # as object_store reads it
 _logger = logging.getLogger(__name__)
 _told: set[str] = set()  # the prefixes for which this process has logged it: a training prunes again and again
 
 
-def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int:
+def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float, deadline_s: float) -> int:
     """Abort the uploads below `prefix` without a new part for `older_than_s` by the server's clock; return their number.
 
     Costs a request per thousand uploads, and one for each that began so long ago, through boto3, since object_store cannot list
-    them. If a server or a policy does not allow listing them, they are left to the bucket's lifecycle rule
+    them. If a server or a policy does not allow listing them, or no byte of a response arrives within `deadline_s` and three
+    tries, they are left to the bucket's lifecycle rule
     (https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpu-abort-incomplete-mpu-lifecycle-config.html).
     """
     import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
@@ -29,7 +33,7 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
     try:
         http: dict[str, Any] = dict(store.client_options or {})
         with _verify(http) as verify:
-            client = _client(store, verify, http.get("proxy_url"))
+            client = _client(store, verify, http.get("proxy_url"), _waits(store, deadline_s))
             with suppress(client.exceptions.NoSuchUpload):  # rclone's error for a bucket without uploads
                 return _abort_below(client, store, below, timedelta(seconds=older_than_s))
             return 0
@@ -40,6 +44,12 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float) -> int
             level, "unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc
         )
         return 0
+
+
+def _waits(store: S3Store, deadline_s: float) -> Waits:
+    """Return the waits of the store's own client, cut so that all tries of a request end with the deadline."""
+    waits, longest_s = waits_of(store), deadline_s / _TRIES
+    return Waits(min(waits.connect_s, longest_s), min(waits.read_s, longest_s))
 
 
 def _abort_below(client: Any, store: S3Store, below: str, age: timedelta) -> int:
@@ -73,6 +83,8 @@ def _newest_part(client: Any, bucket: str, upload: Mapping[str, Any], payer: Map
     began: datetime = upload["Initiated"]
     try:
         return max((part["LastModified"] for page in pages for part in page.get("Parts", [])), default=began)
+    except botocore.exceptions.HTTPClientError:  # no answer is no reason to abort what may still be under way
+        raise
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
         return began
 
@@ -90,7 +102,7 @@ def _verify(http: Mapping[str, Any]) -> Iterator[bool | str]:
         yield file.name
 
 
-def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
+def _client(store: S3Store, verify: bool | str, proxy: str | None, waits: Waits) -> Any:
     import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
     from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - takes a while to import
 
@@ -109,7 +121,9 @@ def _client(store: S3Store, verify: bool | str, proxy: str | None) -> Any:
         verify=verify,
         config=Config(
             s3={"addressing_style": "virtual" if is_virtual else "path"},
-            retries={"total_max_attempts": 3},
+            retries={"total_max_attempts": _TRIES},
+            connect_timeout=waits.connect_s,
+            read_timeout=waits.read_s,
             proxies=None if proxy is None else {"http": proxy, "https": proxy},
         ),
     )

@@ -14,9 +14,11 @@ import obstore
 import obstore.exceptions
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from .waits import Waits, waits_of
+
 if TYPE_CHECKING:
-    from http.client import HTTPResponse
-    from urllib.request import OpenerDirector
+    from http.client import HTTPConnection, HTTPResponse
+    from urllib.request import OpenerDirector, Request
 
     from obstore.store import ObjectStore
 
@@ -24,7 +26,6 @@ RANGE_BYTES = 4 * 2**20
 _LARGE_BYTES = 16 * RANGE_BYTES  # smaller files are read several at a time, and more threads would only cost
 _AHEAD = 8
 _VALID = timedelta(minutes=5)
-_TIMEOUT_S = 60.0
 _SERVED = re.compile(r"bytes (\d+)-(\d+)/\d+")
 
 Read = Callable[[int, memoryview], int]
@@ -78,7 +79,7 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
 
     For servers that send a range with the status of a whole object, which obstore's client rejects, as `rclone serve s3`
     does. Return None if the server's Content-Range does not state the requested range (RFC 9110, 14.4), or the server does
-    not answer.
+    not answer within the waits of the store's own client.
     """
     import urllib.request  # noqa: PLC0415 - a sixth of what opening a bucket imports, for few servers only
     from http.client import HTTPException  # noqa: PLC0415 - for few servers only
@@ -91,7 +92,8 @@ def read_range_with_status_200(store: "ObjectStore", key: str, start: int, into:
         return None
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{start + len(into) - 1}"})  # noqa: S310 - the storage's own
     try:
-        with _opener(*_trusted(store)).open(request, timeout=_TIMEOUT_S) as response:
+        waits = waits_of(store)
+        with _opener(*_trusted(store), waits).open(request, timeout=waits.read_s) as response:
             served = _SERVED.fullmatch(response.headers.get("Content-Range", ""))
             if response.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT) or served is None or int(served[1]) != start:
                 return None
@@ -110,9 +112,18 @@ def _trusted(store: "S3Store | GCSStore | AzureStore") -> tuple[str | None, bool
 
 
 @lru_cache(maxsize=8)  # reading the system's certificates takes as long as some ranges do
-def _opener(certificates: str | None, trusts_any: bool, proxy: str | None) -> "OpenerDirector":
+def _opener(certificates: str | None, trusts_any: bool, proxy: str | None, waits: Waits) -> "OpenerDirector":
     import ssl  # noqa: PLC0415 - for few servers only
     import urllib.request  # noqa: PLC0415 - for few servers only
+    from http.client import HTTPConnection, HTTPSConnection  # noqa: PLC0415 - for few servers only
+
+    class Http(urllib.request.HTTPHandler):
+        def http_open(self, req: "Request") -> "HTTPResponse":
+            return self.do_open(_waiting(waits, HTTPConnection), req)
+
+    class Https(urllib.request.HTTPSHandler):
+        def https_open(self, req: "Request") -> "HTTPResponse":
+            return self.do_open(_waiting(waits, HTTPSConnection), req, context=context)
 
     context = ssl.create_default_context(cadata=certificates)
     if certificates is not None:
@@ -120,7 +131,19 @@ def _opener(certificates: str | None, trusts_any: bool, proxy: str | None) -> "O
     if trusts_any:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     through = urllib.request.ProxyHandler(None if proxy is None else {"http": proxy, "https": proxy})
-    return urllib.request.build_opener(through, urllib.request.HTTPSHandler(context=context))
+    return urllib.request.build_opener(through, Http(), Https(context=context))
+
+
+def _waiting(waits: Waits, kind: "type[HTTPConnection]") -> Any:
+    """Return a kind of connection with these waits: urllib's own have one for everything."""
+
+    class Connection(kind):  # type: ignore[misc, valid-type]  # of either kind
+        def connect(self) -> None:
+            self.timeout = min(waits.connect_s, waits.read_s)
+            super().connect()
+            self.sock.settimeout(waits.read_s)
+
+    return Connection
 
 
 def _fill(response: "HTTPResponse", into: memoryview) -> bool:

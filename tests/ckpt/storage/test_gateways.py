@@ -25,6 +25,8 @@ from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store.ranged_reads import read_range_with_status_200
+from prefect_torch.ckpt.storage.object_store.waits import Waits, waits_of
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
@@ -450,6 +452,58 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_
         storage = open_storage(StorageSpec("s3://bucket", options, policy))
         with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
             storage.get_bytes("run/x")
+
+
+@contextlib.contextmanager
+def silent_server():
+    """Run a server that accepts every connection and never answers; yield it, and the connections."""
+    opened = []
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(server.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield S3Server(f"http://127.0.0.1:{server.getsockname()[1]}"), opened
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in opened:
+        connection.close()
+
+
+@pytest.mark.parametrize("options", [{"read_timeout": "200ms"}, {}], ids=["option", "deadline"])
+def test_a_range_that_another_client_reads_is_given_up_as_early(options):
+    """A server that sends ranges with the status of whole objects is asked by another client than object_store's."""
+    with silent_server() as (server, opened):
+        storage = ObstoreStorage("s3://bucket", {**server.options(), **options}, 1.0)
+        started_s = time.monotonic()
+        assert read_range_with_status_200(storage._store, "run/x", 0, memoryview(bytearray(3))) is None
+        assert time.monotonic() - started_s < 10
+        assert len(opened) == 1
+
+
+@pytest.mark.parametrize(("options", "deadline_s"), [({"read_timeout": "200ms"}, 120.0), ({}, 1.0)], ids=["option", "deadline"])
+def test_the_search_for_unfinished_uploads_is_given_up_as_early(options, deadline_s, caplog):
+    with silent_server() as (server, opened), caplog.at_level("DEBUG", logger="prefect_torch.ckpt"):
+        storage = ObstoreStorage("s3://bucket", {**server.options(), **options}, deadline_s)
+        started_s = time.monotonic()
+        storage.remove_interrupted("run/", older_than_s=0)
+        assert time.monotonic() - started_s < 20
+        assert len(opened) == 3
+    assert "Read timeout" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("duration", "seconds"),
+    [("250ms", 0.25), ("2s", 2), ("1.5 secs", 1.5), ("1m 30s", 90), ("2 hours", 7200), ("3weeks", 604800)],
+)
+def test_another_client_waits_as_long_as_object_store(duration, seconds):
+    options = {"aws_skip_signature": "true", "read_timeout": duration, "connect_timeout": "7s"}
+    assert waits_of(ObstoreStorage("s3://bucket", options)._store) == Waits(7, seconds)
+    assert waits_of(ObstoreStorage("s3://bucket", {"aws_skip_signature": "true"}, 8.0)._store) == Waits(10, 8)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ import fsspec
 import obstore
 import paramiko
 import pytest
-from botocore.exceptions import ClientError, CredentialRetrievalError, TokenRetrievalError
+from botocore.exceptions import ClientError, CredentialRetrievalError, ReadTimeoutError, TokenRetrievalError
 from fsspec import AbstractFileSystem
 from fsspec.implementations import memory
 from obstore.exceptions import GenericError
@@ -38,6 +39,7 @@ from prefect_torch.ckpt.storage.object_store import config as object_store_confi
 from prefect_torch.ckpt.storage.object_store import multipart_uploads
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.object_store.errors import translate
+from prefect_torch.ckpt.storage.object_store.waits import Waits
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
 from prefect_torch.ckpt.storage.retry import (
     CredentialsExpiredError,
@@ -885,13 +887,36 @@ def test_uploads_to_a_bucket_whose_requester_pays_are_found(monkeypatch, options
     assert asked == [{"Bucket": "bucket", "Prefix": "run/", "RequestPayer": "requester"}]
 
 
+def test_an_upload_whose_parts_no_answer_lists_may_be_under_way_and_is_not_aborted(monkeypatch, caplog):
+    long_ago = datetime(2020, 1, 1, tzinfo=timezone.utc)
+    listed = {"ResponseMetadata": {"HTTPHeaders": {}}, "Bucket": "bucket"}
+    listed["Uploads"] = [{"Initiated": long_ago, "Key": "run/x", "UploadId": "1"}]
+    aborted = []
+
+    def paginate(**_):
+        yield from ()
+        raise ReadTimeoutError(endpoint_url="http://server")
+
+    paginators = {"list_multipart_uploads": lambda **_: [listed], "list_parts": paginate}
+    client = SimpleNamespace(
+        exceptions=SimpleNamespace(NoSuchUpload=KeyError),
+        get_paginator=lambda name: SimpleNamespace(paginate=paginators[name]),
+        abort_multipart_upload=lambda **given: aborted.append(given),
+    )
+    monkeypatch.setattr(multipart_uploads, "_client", lambda *_: client)
+    with caplog.at_level("DEBUG", logger="prefect_torch.ckpt"):
+        ObstoreStorage("s3://bucket", {"aws_skip_signature": "true"}).remove_interrupted("run/", 3600.0)
+    assert aborted == []
+    assert "Read timeout" in caplog.text
+
+
 def test_uploads_are_aborted_with_the_credentials_that_a_file_holds_by_now(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     for key in ("first", "second"):
         (tmp_path / "credentials").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = x\n")
         store = ObstoreStorage("s3://bucket", {"aws_region": "us-east-1"})._store
-        signed = multipart_uploads._client(store, True, None).generate_presigned_url("list_buckets")
+        signed = multipart_uploads._client(store, True, None, Waits(1, 1)).generate_presigned_url("list_buckets")
         assert f"AWSAccessKeyId={key}&" in signed
 
 
