@@ -282,7 +282,8 @@ class LentDirectories:
             directory = make_scratch()
         else:
             directory = place.absolute()
-            directory.mkdir(parents=True)
+            directory.parent.mkdir(exist_ok=True)  # never the run's own directory: without it, the storage was unmounted
+            directory.mkdir()
         self._lent[directory] = place is None
         return directory
 

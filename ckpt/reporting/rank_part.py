@@ -4,14 +4,16 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch.ckpt.errors import CommitFailedError, StorageFullError
+from prefect_torch.ckpt.errors import CommitFailedError, FencedError, StorageError, StorageFullError
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, LentDirectories, adopt_files, group_files
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
-from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.manifest import FileEntry, attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.digest import digest_file
@@ -173,10 +175,13 @@ class RankPart:
         Raises:
             CommitFailedError: If `data` is the error because of which `rank` could not store its part.
             StorageFullError: If the reason is a lack of space.
+            FencedError: If the reason is that the run is gone.
 
         """
         part = json.loads(data)
         if "error" in part:
+            if part["error"]["kind"] == FencedError.__name__:
+                raise FencedError(part["error"]["message"])
             kind = StorageFullError if part["error"]["kind"] == StorageFullError.__name__ else CommitFailedError
             raise kind(
                 f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
@@ -187,7 +192,12 @@ class RankPart:
 def store_part(run: Run, job: CommitJob, rank: int) -> bytes:
     """Store this rank's part, and return the message to rank 0: the part, or the error."""
     try:
-        return _store(run, job, rank).encode()
+        try:
+            return _store(run, job, rank).encode()
+        except FileNotFoundError:  # of a reported file, or since the run is gone, of which no other error helps
+            with suppress(StorageError, OSError):
+                check_fence(run, attempt_of(job.staged.checkpoint_id))
+            raise
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
         return RemoteError.of(exc).encode()
 

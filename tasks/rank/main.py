@@ -160,6 +160,7 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
             "process wrote: every rank needs the same storage (a shared directory or a URL; memory:// lives in one process "
             "only)"
         )
+    store.storage.local_path(store.layout.run_info)  # has seen the run by now, so that it makes none below an empty mount point
     return store
 
 

@@ -28,11 +28,13 @@ class Way:
 
     Args:
         root: The directory to begin with; may be a link itself.
+        device: The filesystem that it was on when something was in it; on another one, nothing new is made in the root itself.
 
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, device: int | None = None) -> None:
         self._root = root
+        self._device = device
         self._names: list[str] = []
         self._descriptors = [os.open(root, _PLACE)]
 
@@ -48,6 +50,11 @@ class Way:
         """The descriptor of the last directory."""
         return self._descriptors[-1]
 
+    @property
+    def root_device(self) -> int:
+        """The filesystem of the root."""
+        return os.fstat(self._descriptors[0]).st_dev
+
     def path(self, name: str) -> Path:
         """Return the full path of `name` in the last directory, for messages."""
         return self._root.joinpath(*self._names, name)
@@ -56,7 +63,8 @@ class Way:
         """Enter the directory `name`; a new one is synced into its parent, since a lost one loses everything below it.
 
         Raises:
-            OSError: If it does not exist; NotADirectoryError or ELOOP, depending on the system, if `name` is a link.
+            FileNotFoundError: If it does not exist, and is not to be made, or the root is an empty mount point by now.
+            OSError: NotADirectoryError or ELOOP, depending on the system, if `name` is a link.
 
         """
         try:
@@ -64,6 +72,8 @@ class Way:
         except FileNotFoundError:
             if not make:
                 raise
+            if not self._names and self._device not in (None, self.root_device):
+                raise root_gone(self._root) from None
             try:
                 os.mkdir(name, dir_fd=self.folder)
             except FileExistsError:  # another process was faster
@@ -175,6 +185,9 @@ class Way:
 class RootFolder:
     """A directory of the local filesystem; links below it are followed as long as they stay below it.
 
+    Once something was in it, it is not made again: if it is missing, or is on another filesystem and empty, somebody has
+    unmounted it. What is then written would fill the disk of the mount point, and be hidden after the next mount.
+
     Args:
         path: Its path; need not exist, and may be a link itself.
 
@@ -182,6 +195,7 @@ class RootFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._device: int | None = None  # of its filesystem, since something was in it
 
     def open(self, names: Sequence[str], *, make: bool = False) -> Way:
         """Open the directory below the root that `names` lead to.
@@ -191,14 +205,19 @@ class RootFolder:
             make: Whether to create missing directories, including the root and its parents.
 
         Raises:
-            FileNotFoundError: If it does not exist.
+            FileNotFoundError: If it does not exist, and is not made.
             NotADirectoryError: If it is no directory.
             PermissionError: If a link leads out, with its target.
 
         """
-        if make:
+        if make and self._device is None:
             _make_root(self.path)
-        way = Way(self.path)
+        try:
+            way = Way(self.path, self._device)
+        except FileNotFoundError:
+            if make:
+                raise root_gone(self.path) from None
+            raise
         for number, name in enumerate(names):
             try:
                 way.enter(name, make=make)
@@ -206,9 +225,12 @@ class RootFolder:
                 with way:
                     path = way.path(name)
                     if not way.is_link(name):
-                        exc.filename = str(path)  # the call knew the last name only
+                        if exc.filename == name:  # the call knew the last name only
+                            exc.filename = str(path)
                         raise
                 return self.open([*self._inside(path), *names[number + 1 :]], make=make)
+            if self._device is None:
+                self._device = way.root_device
         return way
 
     def make(self, folder: str) -> Way:
@@ -251,6 +273,11 @@ class RootFolder:
         if _leads_to_itself(link):
             raise FileNotFoundError(errno.ENOENT, "A link that leads to itself leads nowhere", str(link))
         return target.relative_to(root).parts
+
+
+def root_gone(root: Path) -> FileNotFoundError:
+    """Return the error of a storage's directory that has vanished while it was in use."""
+    return FileNotFoundError(errno.ENOENT, "The storage's directory was deleted, moved or unmounted", str(root))
 
 
 def despite_deletes(make: Callable[[], T]) -> T:

@@ -193,6 +193,7 @@ def test_what_a_failed_report_did_not_store_is_still_there_for_the_next_one(stor
 
 
 def test_a_directory_that_a_commit_removes_meanwhile_is_no_matter(store, monkeypatch):
+    Attempt(store)
     lent = LentDirectories(store, 1)
     other, directory = lent.make(), lent.make()
     resolve = Path.resolve

@@ -854,6 +854,25 @@ def test_a_run_that_was_deleted_under_the_training_is_noticed_at_the_next_report
     with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
         attempt.session().report({}, folder(tmp_path / "c", model="x"))
     assert store.list() == []
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("below", ["", "trainings"], ids=["mount", "below"])
+def test_a_report_after_an_unmount_leaves_nothing_below_the_mount_point(small_disk, tmp_path, below):
+    """It would fill another disk, and be hidden after the next mount."""
+    store = CheckpointStore.open(small_disk / below, "run")
+    attempt = Attempt(store)
+    session = attempt.session()
+    session.report({}, folder(tmp_path / "c", model="x"))
+    subprocess.run(["umount", small_disk], check=True)
+    try:
+        with pytest.raises(FencedError, match=r"the claim of attempt 1 on run 'run' is gone .* unmounted"):
+            session.report({}, folder(tmp_path / "c", model="y"))
+        with pytest.raises(FileNotFoundError), session.lent.lend():
+            pass
+        assert list(small_disk.iterdir()) == []
+    finally:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small_disk], check=True)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3"])

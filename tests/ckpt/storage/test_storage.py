@@ -102,6 +102,21 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         assert written == [b"x"]  # there was a temporary file to leave behind
         assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
 
+    def test_a_folder_that_vanishes_while_it_is_in_use_is_not_made_again(self, storage, tmp_path):
+        """It may have been unmounted, and its mount point is on a disk that is not to be filled."""
+        (tmp_path / "in").write_bytes(b"1")
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "store").rename(tmp_path / "moved")
+        for verb in ("put_file", "put_bytes", "put_buffers"):
+            with pytest.raises(FileNotFoundError, match=r"deleted, moved or unmounted: '.*/store'"):
+                VERBS[verb](storage, "run/y", tmp_path)
+        with pytest.raises(FileNotFoundError, match="deleted, moved or unmounted"):
+            storage.put_files({"run/y": tmp_path / "in"})
+        assert not (tmp_path / "store").exists()
+        (tmp_path / "moved").rename(tmp_path / "store")
+        storage.put_bytes("run/y", b"2")
+        assert storage.get_bytes("run/y") == b"2"
+
     @pytest.mark.parametrize("verb", ["put_file", "put_files", "put_buffers"])
     def test_what_does_not_fit_is_refused_before_a_byte_is_written(self, storage, tmp_path, monkeypatch, verb):
         """A copy that is begun fills the disk for all others, who are then refused their small ones."""
