@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.runs.reserve import put_despite_full_disk
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -183,7 +184,8 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
 
 def _rewrite_claim(run: Run, attempt: Attempt) -> None:
     """Store a claim again, with a digest: one changed digit could begin a new lineage, or make a prune keep less."""
-    run.put_record(run.layout.attempt(attempt.number, attempt.token), asdict(attempt))
+    key = run.layout.attempt(attempt.number, attempt.token)
+    put_despite_full_disk(run, lambda: run.put_record(key, asdict(attempt)))
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
+from prefect_torch.ckpt.runs.reserve import keep_space, put_despite_full_disk
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
@@ -86,6 +87,7 @@ def claim_attempt(
         is_newest = [it for it in claims if attempt_number(it) >= number] == [key]
         is_next = known is None or known.issuperset(set(claims) - {key})
         if is_newest and is_next:
+            keep_space(run)
             return attempt
         run.storage.delete([key])
         if known is not None:
@@ -114,7 +116,7 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
         return claims
 
     try:
-        run.put_record(key, asdict(attempt))
+        put_despite_full_disk(run, lambda: run.put_record(key, asdict(attempt)))
         return with_retries(run.storage, "listing", run.layout.attempts, list_claims)
     except BaseException:
         with suppress(StorageError, OSError):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.layout import stem
+from prefect_torch.ckpt.runs.reserve import keep_space, put_despite_full_disk
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
@@ -58,9 +59,10 @@ class DeletionMark:
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
         old, token, now_s, at_s = self._token, secrets.token_hex(8), time.monotonic(), time.time()
-        self._run.put_record(self._run.layout.deletion(token), {"checkpoints": self._ids, "marked_at": utc_now()})
+        run, mark = self._run, {"checkpoints": self._ids, "marked_at": utc_now()}
+        put_despite_full_disk(run, lambda: run.put_record(run.layout.deletion(token), mark))
         self._token, self._put_s, self._put_at_s = token, now_s, at_s
-        self._run.put_json(self._run.layout.pins_witness(token), {})
+        put_despite_full_disk(run, lambda: run.put_json(run.layout.pins_witness(token), {}))
         if old is not None:
             self._run.storage.delete(_keys(self._run, old))
 
@@ -81,6 +83,7 @@ class DeletionMark:
         if self._token is not None:
             self._run.storage.delete(_keys(self._run, self._token))
             self._token = None
+            keep_space(self._run)
 
 
 def _keys(run: Run, token: str) -> list[str]:

@@ -18,6 +18,7 @@ from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, S
 from .copies import copy_file, naming_if_full, require_whole, write_and_digest
 from .free_space import FreeSpace
 from .groups import store_group
+from .reserve import is_reserve
 from .root_folder import RootFolder, Way, despite_deletes
 
 
@@ -184,7 +185,7 @@ class LocalStorage:
         left_in: dict[str, list[str]] = defaultdict(list)
         with suppress(FileNotFoundError), self._root.open(_names(prefix)) as top:
             for folder, _, names, descriptor in os.fwalk(".", dir_fd=top.folder):
-                for name in filter(is_temporary, names):
+                for name in (it for it in names if is_temporary(it) and not is_reserve(it)):
                     with suppress(FileNotFoundError):  # its writer is alive and has finished
                         if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime <= newest_s:
                             left_in[folder].append(name)

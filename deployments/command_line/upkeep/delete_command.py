@@ -7,6 +7,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
+from prefect_torch.ckpt.runs.reserve import give_up_space
 from prefect_torch.ckpt.runs.run import pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
@@ -82,6 +83,7 @@ def _delete_run(store: CheckpointStore) -> None:
     store.storage.delete(manifests)
     store.storage.delete(key for key in left if key not in (*claims, run_info))
     store.storage.delete(claims)
+    give_up_space(store)  # before the last object, with which the directory goes
     store.storage.delete([run_info])
     store.storage.remove_interrupted(f"{store.run}/", 0.0)
 

@@ -40,6 +40,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport
 from ranks import Attempt, as_rank, folder, read_files
+from small_disk import mounted
 
 
 @pytest.fixture
@@ -542,12 +543,8 @@ def test_what_a_listing_leaves_out_is_requested(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A filesystem of 1 MiB."""
-    (tmp_path / "disk").mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "disk"], check=False)
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small filesystem is not permitted here")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", tmp_path / "disk"], check=True)
+    with mounted(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize("upload", ["sync", "async"])

@@ -17,6 +17,13 @@ class RecordedDeletions(MemoryStorage):
         super().delete(keys)
 
 
+def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
+    _delete_run(store)
+    assert list((tmp_path / "store").iterdir()) == []
+
+
 def test_what_lists_a_run_goes_last(tmp_path):
     storage = RecordedDeletions()
     store = CheckpointStore.open(storage, "run")
