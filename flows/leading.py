@@ -23,6 +23,7 @@ from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
+from prefect_torch.tasks.gang.returned import released
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
@@ -114,7 +115,7 @@ def lead_training(
         notified = Observers(observers)
         try:
             with outlast_api_outages():
-                return led(job, notified, termination, restarts, gpus, machines)
+                return released(led(job, notified, termination, restarts, gpus, machines))
         except FencedError:
             if (state := state_if_continued(job.open_store())) is None:
                 raise

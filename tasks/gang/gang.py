@@ -28,6 +28,7 @@ from .node_task import train_node
 from .rank_groups import RankGroup, group_ranks
 from .rank_logs import RankLogs
 from .rank_task import train_rank
+from .returned import released
 from .stop_order import StopOrder
 from .termination import Termination
 from .watch import RANK_HEARTBEAT_S, RankWatch
@@ -167,7 +168,7 @@ class Gang:
         if stopped := [str(self._groups[number]) for number in outcomes if not self._futures[number].state.is_completed()]:
             raise RankFailedError(f"rank {show_some(stopped)} was stopped, and no rank has said why", None, "infrastructure")
         self.is_cut_short = self._is_regrowing and key_value.check(CUT_SHORT_KEY)
-        return outcomes[0]
+        return released(outcomes[0])
 
     def stop(self, reason: str) -> None:
         """Stop every rank that still runs, and return when all have exited: the next attempt needs the machine for itself.

@@ -22,6 +22,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 from .lost_peers import describe_lost_connection
 from .rank_logs import RankLog
+from .returned import held
 from .stop_order import StopOrder
 from .watch import RANK_HEARTBEAT_S
 
@@ -82,7 +83,7 @@ class Machine(Protocol):
 def train_rank(
     spec: RankSpec, machine: Machine | None = None, log: RankLog | None = None, stop: StopOrder | None = None
 ) -> Any:
-    """Run one rank to its end and return what its function returned (rank 0; None on the others).
+    """Run one rank to its end and return what its function returned (rank 0; None on the others), or its holder; see `held`.
 
     The process's output becomes this task run's log, line by line. The process cannot outlive this one. When the attempt
     is over because another rank failed, the process is killed and this task run is cancelled.
@@ -125,7 +126,7 @@ class Heartbeat:
 
 
 def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat: Heartbeat, log: RankLog) -> Any:
-    """Run one rank to its end, and return what its function returned, or the state of a rank that failed or was stopped.
+    """Run one rank to its end, and return what its function returned, `held`, or the state of one that failed or was stopped.
 
     Args:
         spec: The rank.
@@ -151,7 +152,7 @@ def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat
         if result.kind not in CONSEQUENCES:
             log.write_all()
         return _fail(spec, result, heartbeat.connected())
-    return None if result.return_value is None else _load_value(result.return_value)
+    return None if result.return_value is None else held(_load_value(result.return_value))
 
 
 def _load_value(pickled: bytes) -> Any:

@@ -25,6 +25,7 @@ from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
+from prefect_torch.tasks.gang.returned import held
 from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_gang
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.liveness import is_being_cancelled
@@ -61,6 +62,7 @@ def train_workers(
 
     A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
     it ends. When termination is requested, the ranks have the grace for a last checkpoint, and `termination.outcome` is set.
+    A value that Prefect would take for the end of the task run, such as an exception, is the attribute `value` of the result.
 
     Args:
         job: The training.
@@ -84,7 +86,7 @@ def train_workers(
             leader = _Leader(job, observers, termination, restarts, gpus, machines)
             value = leader.lead()
             if not leader.regrows:
-                return value
+                return held(value)
 
     return termination.outlast(lead)
 

@@ -40,6 +40,7 @@ from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.gang import gang, rank_groups
 from prefect_torch.tasks.training import start
 from pydantic import ValidationError
+from trainings import ENDS, returned_end
 
 TWO = ScalingConfig(num_workers=2)
 NO_RESTARTS = FailureConfig(max_infrastructure_failures=0)
@@ -583,6 +584,16 @@ def test_a_finished_training_completes_whatever_it_returns(run, how):
     stored = Result.from_storage(run.storage, "run")
     assert stored.return_value == (how if is_kept else None)
     assert sum(path.stat().st_size for path in Path(run.storage).rglob("*.json")) < 100_000
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_training_that_returns_how_something_has_ended_has_completed(run, how):
+    result = train("trainings:end_oddly", {"how": how}, run=run)
+    assert (result.completed, result.error, result.attempts) == (True, None, 1)
+    assert repr(result.return_value) == repr(returned_end(how))
+    stored = Result.from_storage(run.storage, "run")
+    assert stored.return_value == (result.return_value if how == "half" else None)
+    assert train("trainings:end_oddly", {"how": how}, run=run).completed, "as of each start"
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,17 @@ class Interrupted(BaseException):
     """What no `except Exception` catches."""
 
 
+ENDS = ("exception", "exit", "state", "states", "half")
+
+
+def returned_end(how: str) -> object:
+    """Return what Prefect would take for how a task run has ended, or a file's name that is no UTF-8."""
+    from prefect.states import Completed, Failed  # noqa: PLC0415 - see above
+
+    of_prefect = {"state": Completed(data=1), "states": [Failed()]}
+    return {"exception": KeyError("x"), "exit": SystemExit(3), "half": "a\udcff", **of_prefect}[how]
+
+
 def end_oddly(config: dict) -> object:
     """Report once, and then end in a way that a supervisor might stumble over."""
     report({"done": True})
@@ -214,7 +225,7 @@ def end_oddly(config: dict) -> object:
         return endless
     if how == "unloadable":
         return Unloadable()
-    return how
+    return returned_end(how) if how in ENDS else how
 
 
 def leave_by_a_fork(code: int) -> None:
