@@ -602,6 +602,7 @@ def test_a_training_that_returns_how_something_has_ended_has_completed(run, how)
         ("surrogate", r"ValueError: a lone \\ud800 surrogate"),
         ("enormous", r"ValueError: z+ \[199\d+ characters left out\] z+"),
         ("base exception", "Interrupted"),
+        ("no repr", "NoReprError: from the training"),
     ],
 )
 def test_an_odd_exception_is_the_users_and_told_with_its_traceback(run, how, message):
@@ -611,6 +612,9 @@ def test_an_odd_exception_is_the_users_and_told_with_its_traceback(run, how, mes
     assert told.attempts == 1
     assert "in end_oddly" in str(told.error)
     assert len(str(told.error)) < 200_000
+    with pytest.raises(RankFailedError, match=message):
+        train("trainings:end_oddly", {"how": how}, run=run, failure=FailureConfig(max_failures=1))
+    assert Result.from_storage(run.storage, "run").attempts == 3, "each counts as any other failure"
 
 
 def test_a_function_that_would_not_run_is_told_once(run):

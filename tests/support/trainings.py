@@ -202,12 +202,19 @@ def returned_end(how: str) -> object:
     return {"exception": KeyError("x"), "exit": SystemExit(3), "half": "a\udcff", **of_prefect}[how]
 
 
+class NoReprError(Exception):
+    def __repr__(self) -> str:
+        raise TypeError("no repr")
+
+
 def end_oddly(config: dict) -> object:
     """Report once, and then end in a way that a supervisor might stumble over."""
     report({"done": True})
     how = config["how"]
     if how == "surrogate":
         raise ValueError("a lone \ud800 surrogate")
+    if how == "no repr":
+        raise NoReprError("from the training")
     if how == "enormous":  # more than a message between ranks, or a state of Prefect, takes
         raise ValueError("z" * 20_000_000)
     if how == "base exception":

@@ -123,16 +123,21 @@ def flush_output() -> None:
 
 
 def failure_of(exc: BaseException, kind: RankFailureKind) -> RankResult:
-    """Return the result of a rank that an error has ended: the text, and the error itself where it pickles."""
+    """Return the result of a rank that an error has ended: the text, and the error itself where it can be rebuilt."""
     text = encodable(clip(user_traceback(exc), _MOST_TEXT))
+    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=_dump_error(exc))
+
+
+def _dump_error(exc: BaseException) -> bytes | None:
+    """Return an exception, pickled; None if it cannot be rebuilt, or Prefect could not show it: its text is sent anyway."""
     try:
+        pickled = dump_on_cpu(exc)
+        rebuilt = pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
         # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
-        pickled = dump_on_cpu(exc) if len(str(exc).encode()) <= _MOST_TEXT else None
-        if pickled is not None:
-            pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
-    except Exception:  # noqa: BLE001 - the text is sent in any case
-        pickled = None
-    return RankResult(kind=kind, error=_one_line(exc), traceback=text, exception=pickled)
+        is_shown = all(len(show(rebuilt).encode()) <= _MOST_TEXT for show in (str, repr))
+    except Exception:  # noqa: BLE001 - the exception determines the type
+        return None
+    return pickled if is_shown else None
 
 
 def _one_line(exc: BaseException) -> str:
