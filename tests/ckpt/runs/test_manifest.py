@@ -57,7 +57,9 @@ def test_a_manifest_comes_back(metrics, metadata):
     assert repr(Manifest.decode(manifest.encode(), "here")) == repr(manifest)
 
 
-names_of_files = st.text(st.characters(min_codepoint=32, exclude_characters="/\\"), min_size=1).filter(lambda it: it.strip("."))
+names_of_files = st.text(st.characters(codec="utf-8", min_codepoint=32, exclude_characters="/\\"), min_size=1).filter(
+    lambda it: it.strip(".")
+)
 paths = st.lists(names_of_files, min_size=1, max_size=3).map("/".join)
 counts = st.integers(0, 2**63 - 1)
 
