@@ -20,7 +20,7 @@ from prefect_torch.ckpt.reporting.rank_report import check_upload
 
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
-from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders
+from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
 from .sigterm import SigtermAction
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class ReportCallback(CheckpointCallback):
             self._restore_random_state(trainer)
 
     def _restore_random_state(self, trainer: Trainer) -> None:
+        if self._continued(trainer) is not None:
+            set_up_data_again(trainer)
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: next, the Trainer draws the epoch's first batch

@@ -26,6 +26,15 @@ def leave_the_ended_epoch(trainer: Trainer) -> None:
     loop.epoch_progress.increment_completed()
 
 
+def set_up_data_again(trainer: Trainer) -> None:
+    """Have the Trainer make its dataloader once its loops are restored, even if it has made one.
+
+    It has if `configure_optimizers` reads `trainer.estimated_stepping_batches`. That one would be kept without its position, in
+    the order of the first epoch, and its iterator has drawn its random number before the random state is restored.
+    """
+    trainer.fit_loop._combined_loader = None  # noqa: SLF001 - no public name forgets it
+
+
 def refuse_finders(trainer: Trainer) -> None:
     """Raise if a callback trains by itself before the training begins.
 

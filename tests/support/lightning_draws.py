@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning_models import Regression, make_trainer
 from prefect_torch.ckpt.lightning import ReportCallback, resume_path
 from rank_processes import joined
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -23,9 +24,10 @@ LOADERS = {"from the start": DataLoader, "where it was": StatefulDataLoader}
 class Drawing(Regression):
     """Draws in every way that trainings do: dropout, an order, and what a dataset or a transform draws."""
 
-    def __init__(self, goes_on, **ends):
+    def __init__(self, goes_on, schedule, **ends):
         super().__init__(dropout=0.5, **ends)
         self.goes_on = goes_on
+        self.schedule = schedule
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
@@ -34,6 +36,13 @@ class Drawing(Regression):
 
     def train_dataloader(self):
         return LOADERS[self.goes_on](super().train_dataloader().dataset, batch_size=8, shuffle=True)
+
+    def configure_optimizers(self):
+        if self.schedule == "by epoch":
+            return super().configure_optimizers()
+        optimizer = torch.optim.Adam(self.parameters())
+        schedule = OneCycleLR(optimizer, max_lr=0.05, total_steps=self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def seed(number):
@@ -56,11 +65,11 @@ def main(*arguments):
         raise SystemExit(3) from exc
 
 
-def train(chosen, length, goes_on, ends_at, *place):
+def train(chosen, length, goes_on, schedule, ends_at, *place):
     """Train with a callback of the arguments `chosen`; write the end down unless it raises early, at step `ends_at`."""
     with joined(*place) as session:
         seed(session.context.attempt)
-        model = Drawing(goes_on, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
+        model = Drawing(goes_on, schedule, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
         callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
         trainer = make_trainer(callbacks=callbacks, **length)
         with resume_path() as path:

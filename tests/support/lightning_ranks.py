@@ -18,7 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 
-class Sharded(Regression):
+class Scheduled(Regression):
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches  # makes the dataloader early
+        return super().configure_optimizers()
+
+
+class Sharded(Scheduled):
     def configure_model(self):
         if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
@@ -44,7 +50,7 @@ def fit(strategy, model, epochs):
 def main(kind, epochs, *place):
     with joined(*place) as session:
         if kind == "ddp":
-            strategy, model = PrefectDDPStrategy(), Regression(dropout=0.5)
+            strategy, model = PrefectDDPStrategy(), Scheduled(dropout=0.5)
         else:
             strategy, model = PrefectModelParallelStrategy(), Sharded(dropout=0.5)
         trainer = fit(strategy, model, int(epochs))

@@ -78,23 +78,25 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
 
 
 @pytest.mark.parametrize(
-    ("chosen", "length", "ends_at", "reported"),
+    ("chosen", "length", "schedule", "ends_at", "reported"),
     [
-        ({}, {"max_epochs": 3}, 9, 8),
-        ({"on_validation_end": True}, {"max_epochs": 3}, 9, 8),
-        ({"every_n_train_steps": BATCHES}, {"max_epochs": 3}, 9, 8),
-        ({"every_n_train_steps": 3}, {"max_epochs": 3}, 6, 6),
-        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, 9, 8),
+        ({}, {"max_epochs": 3}, "by epoch", 9, 8),
+        ({}, {"max_epochs": 3}, "of all steps", 9, 8),
+        ({"on_validation_end": True}, {"max_epochs": 3}, "by epoch", 9, 8),
+        ({"every_n_train_steps": BATCHES}, {"max_epochs": 3}, "by epoch", 9, 8),
+        ({"every_n_train_steps": 3}, {"max_epochs": 3}, "by epoch", 6, 6),
+        ({"every_n_train_steps": 3}, {"max_epochs": 3}, "of all steps", 6, 6),
+        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8),
     ],
 )
 def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(
-    tmp_path, chosen, length, ends_at, reported
+    tmp_path, chosen, length, schedule, ends_at, reported
 ):
-    """From the end of an epoch; from within one with a loader that goes on there."""
+    """From the end of an epoch; from within one with a loader that goes on there; with `trainer.estimated_stepping_batches`."""
     goes_on = "where it was" if reported % BATCHES else "from the start"
     for name, early, code in [("undisturbed", None, 0), ("resumed", ends_at, 3), ("resumed", None, 0)]:
         (tmp_path / name).mkdir(exist_ok=True)
-        assert launch("lightning_draws", (chosen, length, goes_on, early), 1, tmp_path / name) == [code]
+        assert launch("lightning_draws", (chosen, length, goes_on, schedule, early), 1, tmp_path / name) == [code]
         if code:
             assert CheckpointStore.open(tmp_path / name, "run").latest().step == reported
     undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
