@@ -18,6 +18,7 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
+from .moments import check_moments, crosses_multiple, precedes_validation
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
@@ -36,11 +37,12 @@ class ReportCallback(CheckpointCallback):
     training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, even
     if several of these callbacks report at different moments.
 
-    A report due at an epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by
-    ModelCheckpoint: a resume from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics
-    (EarlyStopping) have seen them. A report within an epoch is resumed with the random numbers of that moment, but a dataloader
-    without a `state_dict` starts over (Lightning's rule), so the training differs from there on. torchdata's
-    StatefulDataLoader without workers is exact within an epoch; after an epoch's end it draws one more number.
+    A report due at a batch that a validation follows is made after it: a resume from before would skip it. A report due at an
+    epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by ModelCheckpoint: a resume
+    from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics (EarlyStopping) have seen them. A
+    report within an epoch is resumed with the random numbers of that moment, but a dataloader without a `state_dict` starts
+    over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers is exact
+    within an epoch; after an epoch's end it draws one more number.
 
     Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it), so
     their state is stored as it is by then. The Trainer adds no ModelCheckpoint, and rejects `enable_checkpointing=False`.
@@ -82,7 +84,7 @@ class ReportCallback(CheckpointCallback):
         on_validation_end: bool = False,
         upload: Upload = "sync",
     ) -> None:
-        _check_moments(every_n_epochs, every_n_train_steps, on_validation_end)
+        check_moments(every_n_epochs, every_n_train_steps, on_validation_end)
         check_upload(upload, None, None)
         by_epoch = every_n_train_steps is None and not on_validation_end
         self._every_n_epochs = (every_n_epochs or 1) if by_epoch else None
@@ -197,25 +199,25 @@ class ReportCallback(CheckpointCallback):
         is_told = self._context.should_checkpoint()
         if is_told and self._context.ends_soon():
             self._is_terminating = trainer.should_stop = True
-        if is_told or _crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
-            self._report_or_await_the_end(trainer)
+        if is_told or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
+            self._is_due = True
+        if self._is_terminating or not precedes_validation(trainer):
+            self._report_within_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
-        is_due, self._is_due = self._is_due, False
-        if is_due or self._is_nth_epoch(trainer):
+        if self._is_due or self._is_nth_epoch(trainer):
             self._report(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
-        """Report if `on_validation_end` was chosen, and this validation is a part of a training."""
-        if self._on_validation_end and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._report_or_await_the_end(trainer)
+        """Report in a training, if `on_validation_end` was chosen or a report is due since the batch before this validation."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._is_due = self._is_due or self._on_validation_end
+            self._report_within_epoch(trainer)
 
-    def _report_or_await_the_end(self, trainer: Trainer) -> None:
-        """Report; after the last batch, only when the epoch has ended: a resume from before would skip its validation."""
-        if trainer.is_last_batch and not self._is_terminating:
-            self._is_due = True
-        else:
+    def _report_within_epoch(self, trainer: Trainer) -> None:
+        """Report if it is due; after the last batch, only when the epoch has ended: a resume would skip its validation."""
+        if self._is_due and (self._is_terminating or not trainer.is_last_batch):
             self._report(trainer, within_epoch=True)
 
     def _is_nth_epoch(self, trainer: Trainer) -> bool:
@@ -237,6 +239,7 @@ class ReportCallback(CheckpointCallback):
         return read_random_state(Path(str(trainer.ckpt_path)).parent, self._context.world_rank)
 
     def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
+        self._is_due = False
         step = trainer.global_step
         if self._context is None or step in _reported_steps(trainer):
             return
@@ -271,19 +274,6 @@ def resume_path() -> Iterator[str | None]:
         yield None if path is None else str(path)
 
 
-def _check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, on_validation_end: bool) -> None:
-    numbers = {"every_n_epochs": every_n_epochs, "every_n_train_steps": every_n_train_steps}
-    for name, number in numbers.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise ValueError(f"{name}={number!r}: give a whole number from 1")
-    chosen = [f"{name}={number}" for name, number in numbers.items() if number is not None]
-    chosen += ["on_validation_end=True"] if on_validation_end else []
-    if len(chosen) > 1:
-        raise ValueError(
-            f"{' and '.join(chosen)} contradict each other; choose one moment to report at, or give a callback for each"
-        )
-
-
 def _reported_steps(trainer: Trainer) -> set[int]:
     return {callback.reported_step for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)}
 
@@ -291,8 +281,3 @@ def _reported_steps(trainer: Trainer) -> set[int]:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     # Without a logger, a score per class may be logged, but it is no metric; it must not fail the training.
     return {name: value for name, value in metrics.items() if getattr(value, "ndim", 0) == 0}
-
-
-def _crosses_multiple(before: int, now: int, number: int | None) -> bool:
-    # Several optimizers count several steps in one batch, and may skip the multiple itself.
-    return number is not None and now // number > before // number

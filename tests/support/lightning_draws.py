@@ -70,11 +70,11 @@ def train(chosen, length, goes_on, schedule, ends_at, *place):
     with joined(*place) as session:
         seed(session.context.attempt)
         model = Drawing(goes_on, schedule, **({} if ends_at is None else {"at_step": ends_at, "then": end}))
-        callbacks = [EarlyStopping("val_loss", patience=9), ReportCallback(**chosen)]
-        trainer = make_trainer(callbacks=callbacks, **length)
+        stopping = EarlyStopping("val_loss", patience=9, min_delta=1.0)  # it counts each validation that improves less
+        trainer = make_trainer(callbacks=[stopping, ReportCallback(**chosen)], **length)
         with resume_path() as path:
             seed(session.context.attempt)
             trainer.fit(model, ckpt_path=path)
         root = Path(session.run.storage.url)
         write_end(trainer.optimizers[0], root / "end-0.pt")
-        torch.save([model.state_dict(), trainer.callback_metrics["val_loss"]], root / "model.pt")
+        torch.save([model.state_dict(), stopping.state_dict(), trainer.callback_metrics["val_loss"]], root / "model.pt")

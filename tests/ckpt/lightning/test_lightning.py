@@ -25,6 +25,8 @@ from torchmetrics.classification import MulticlassAccuracy
 # Lightning's advice about workers, intervals and dataloaders that cannot resume.
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
+THREE = {"max_epochs": 3}
+
 
 @pytest.fixture
 def store(tmp_path):
@@ -80,12 +82,14 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
 @pytest.mark.parametrize(
     ("chosen", "length", "schedule", "ends_at", "reported"),
     [
-        ({}, {"max_epochs": 3}, "by epoch", 9, 8),
-        ({}, {"max_epochs": 3}, "of all steps", 9, 8),
-        ({"on_validation_end": True}, {"max_epochs": 3}, "by epoch", 9, 8),
-        ({"every_n_train_steps": BATCHES}, {"max_epochs": 3}, "by epoch", 9, 8),
-        ({"every_n_train_steps": 3}, {"max_epochs": 3}, "by epoch", 6, 6),
-        ({"every_n_train_steps": 3}, {"max_epochs": 3}, "of all steps", 6, 6),
+        ({}, THREE, "by epoch", 9, 8),
+        ({}, THREE, "of all steps", 9, 8),
+        ({"on_validation_end": True}, THREE, "by epoch", 9, 8),
+        ({"every_n_train_steps": BATCHES}, THREE, "by epoch", 9, 8),
+        ({"every_n_train_steps": 3}, THREE, "by epoch", 6, 6),
+        ({"every_n_train_steps": 3}, THREE, "of all steps", 6, 6),
+        ({"every_n_train_steps": 2}, {**THREE, "val_check_interval": 2}, "by epoch", 7, 6),
+        ({"every_n_train_steps": 2}, {**THREE, "val_check_interval": 3, "check_val_every_n_epoch": None}, "by epoch", 7, 6),
         ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8),
     ],
 )
@@ -152,6 +156,30 @@ def test_several_callbacks_report_a_step_once(store):
     with in_training(attempt.session()):
         make_trainer(callbacks=[ReportCallback(), ReportCallback(every_n_train_steps=3)]).fit(Regression())
     assert committed(store) == [(3, 0), (4, 0), (6, 1), (8, 1), (9, 2), (12, 2), (15, 3), (16, 3)]
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        [ReportCallback(every_n_train_steps=2)],
+        [ReportCallback(every_n_train_steps=2), ReportCallback(on_validation_end=True)],
+        [ReportCallback(on_validation_end=True), ReportCallback(every_n_train_steps=2)],
+    ],
+)
+def test_a_report_at_a_batch_that_a_validation_follows_has_its_metrics(store, callbacks):
+    class Validated(Regression):
+        def __init__(self):
+            super().__init__()
+            self.losses = {}
+
+        def on_validation_epoch_end(self):
+            self.losses[self.global_step] = self.trainer.callback_metrics["val_loss"].item()
+
+    with in_training(Attempt(store).session()):
+        trainer = make_trainer(callbacks=callbacks, val_check_interval=2, num_sanity_val_steps=0, max_epochs=2)
+        trainer.fit(model := Validated())
+    assert {manifest.step: manifest.metrics["val_loss"] for manifest in store.list()} == model.losses
+    assert [*model.losses] == [2, 4, 6, 8]
 
 
 def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
