@@ -1,6 +1,7 @@
 """The callback that reports Lightning's checkpoints, and the path to resume from."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,10 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.framework_folders import check_first_step, folder_of_all_ranks, part_of_rank, restored_part
 from prefect_torch.ckpt.reporting.agreement import Upload
-from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, report
+from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, grace_s, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
-from .moments import check_moments, crosses_multiple, precedes_validation
+from .moments import check_moments, crosses_multiple, is_accumulating, precedes_validation
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
@@ -26,6 +27,8 @@ from .sigterm import SigtermAction
 
 if TYPE_CHECKING:
     from prefect_torch.ckpt.context import TrainContext
+
+_SHARE_OF_GRACE = 0.25  # for the rest of an accumulation; what remains is for the checkpoint
 
 
 class ReportCallback(CheckpointCallback):
@@ -49,7 +52,8 @@ class ReportCallback(CheckpointCallback):
 
     After each batch it calls `get_context().should_checkpoint()`, which takes a fraction of a millisecond at most, and reports
     if that is true. When termination of the training is requested, it then stops the Trainer. A report within an epoch resumes
-    there, but a dataloader starts over unless it has a `state_dict`: Lightning's rule.
+    there, but a dataloader starts over unless it has a `state_dict`: Lightning's rule. With `accumulate_grad_batches`, reports
+    wait for the optimizer step, since no checkpoint holds the gradients; at most a quarter of the grace in a termination.
 
     There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, while every rank must report.
 
@@ -95,6 +99,7 @@ class ReportCallback(CheckpointCallback):
         self._sigterm: SigtermAction | None = None
         self._seen_step = 0
         self._is_terminating = False
+        self._told_at_s: float | None = None  # by a request of termination that awaits an optimizer step
         self._is_due = False
         self._random_state: dict[str, Any] | None = None
         self.reported_step = 0
@@ -126,6 +131,7 @@ class ReportCallback(CheckpointCallback):
             )
         self._context = context_or_none()
         self._is_terminating = False
+        self._told_at_s = None
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
@@ -197,10 +203,10 @@ class ReportCallback(CheckpointCallback):
         if self._context is None or self._is_terminating:
             return
         is_told = self._context.should_checkpoint()
-        if is_told and self._context.ends_soon():
-            self._is_terminating = trainer.should_stop = True
         if is_told or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._is_due = True
+        if is_told and self._context.ends_soon() and not self._awaits_the_step(trainer):
+            self._is_terminating = trainer.should_stop = True
         if self._is_terminating or not precedes_validation(trainer):
             self._report_within_epoch(trainer)
 
@@ -216,9 +222,17 @@ class ReportCallback(CheckpointCallback):
             self._report_within_epoch(trainer)
 
     def _report_within_epoch(self, trainer: Trainer) -> None:
-        """Report if it is due; after the last batch, only when the epoch has ended: a resume would skip its validation."""
-        if self._is_due and (self._is_terminating or not trainer.is_last_batch):
+        """Report if it is due; only after the optimizer step, and after the last batch only when the epoch has ended."""
+        if self._is_due and (self._is_terminating or not (is_accumulating(trainer) or trainer.is_last_batch)):
             self._report(trainer, within_epoch=True)
+
+    def _awaits_the_step(self, trainer: Trainer) -> bool:
+        """Return whether to end only after the optimizer step, if that comes early in the grace; the same on every rank."""
+        if not is_accumulating(trainer) or precedes_validation(trainer):
+            return False
+        now_s = time.monotonic()
+        self._told_at_s = self._told_at_s or now_s
+        return bool(trainer.strategy.broadcast(now_s - self._told_at_s < _SHARE_OF_GRACE * grace_s()))
 
     def _is_nth_epoch(self, trainer: Trainer) -> bool:
         return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0

@@ -32,3 +32,9 @@ def precedes_validation(trainer: Trainer) -> bool:
         return (trainer.fit_loop.total_batch_idx + 1) % every_n_batches == 0
     is_validated = (trainer.current_epoch + 1) % every_n_epochs == 0
     return is_validated and (trainer.fit_loop.batch_idx + 1) % every_n_batches == 0
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Return whether a later batch takes the optimizer step for the batch that ends; no checkpoint holds the gradients."""
+    is_step = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return not (is_step or trainer.is_last_batch)

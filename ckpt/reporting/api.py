@@ -181,6 +181,16 @@ def continues_own_run() -> bool:
     return _require_session("continues_own_run").continues_own_run
 
 
+def grace_s() -> float:
+    """Return how many seconds ranks have for a last checkpoint when termination of the training is requested.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("grace_s").grace_s
+
+
 def get_context() -> TrainContext:
     """Return this rank's context: its place in the training.
 

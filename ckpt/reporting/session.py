@@ -41,6 +41,7 @@ class ReportSettings:
         target_overhead: The share of its time that the training may wait, for `should_checkpoint`; None for no target.
         checkpoint_score_attribute: The metric by which checkpoints are sorted, which must be a number; None sorts them by age.
         decisions: The reports at which the leader decides whether the training goes on; None if it always does.
+        grace_s: How long the ranks have for a last checkpoint when termination is requested.
 
     """
 
@@ -48,6 +49,7 @@ class ReportSettings:
     target_overhead: float | None = None
     checkpoint_score_attribute: str | None = None
     decisions: DecisionPoints | None = None
+    grace_s: float = 20.0
 
 
 class RankSession:
@@ -67,6 +69,7 @@ class RankSession:
         context: The rank's context, which knows the session's requests for checkpoints.
         run: The run.
         restored: The checkpoint that this attempt begins from; None on a fresh start.
+        grace_s: How long the ranks have for a last checkpoint when termination is requested.
         lent: The directories that are lent to the training function.
 
     """
@@ -85,6 +88,7 @@ class RankSession:
     ) -> None:
         self.run = run
         self.restored = restored
+        self.grace_s = settings.grace_s
         self._node_copy: NodeCopy | None = None
         if restored is not None and context.local_world_size > 1:
             restored.node_copy = self._node_copy = NodeCopy(context.local_world_size)

@@ -297,6 +297,7 @@ def _first_rank(
             checkpoint.target_overhead,
             checkpoint.checkpoint_score_attribute,
             None if job.decisions is None else job.decisions.points(),
+            job.failure.grace_s,
         ),
         flush_s=_FLUSH_S,
     )

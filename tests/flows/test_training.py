@@ -279,7 +279,11 @@ def told(tmp_path_factory):
     """The state of a training whose ranks are new processes and tell their environment."""
     run = RunConfig(name="run", storage=str(tmp_path_factory.mktemp("told") / "store"))
     with started_as_usual():
-        return train("trainings:tell_environment", {}, TWO, run, return_state=True)
+        return train("trainings:tell_environment", {}, TWO, run, failure=FailureConfig(grace_s=7), return_state=True)
+
+
+def test_a_rank_knows_its_grace(told):
+    assert told.result().return_value["grace_s"] == 7
 
 
 def test_a_rank_has_torchruns_environment_a_process_group_and_no_prefect(told):

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, log_metrics, report
+from prefect_torch.ckpt.reporting.api import grace_s
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 
@@ -103,7 +104,8 @@ def tell_environment(config: dict) -> dict:
     assert not set(config.get("none_of", [])) & set(os.environ)
     everybody: list = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, mine)
-    return {"environments": everybody, "backend": dist.get_backend(), "prefect": "prefect" in sys.modules}
+    seen = {"backend": dist.get_backend(), "prefect": "prefect" in sys.modules, "grace_s": grace_s()}
+    return {"environments": everybody, **seen}
 
 
 def count_ranks_of_an_accelerator(config: dict) -> int:

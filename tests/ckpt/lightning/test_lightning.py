@@ -20,6 +20,7 @@ from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, Rep
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 # Lightning's advice about workers, intervals and dataloaders that cannot resume.
@@ -230,6 +231,48 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
     _, trainer = fit(Attempt(store))
     assert trainer.current_epoch == 4
     assert committed(store)[-1] == (4 * BATCHES, 3)
+
+
+class GoingOn(Regression):
+    def train_dataloader(self):
+        return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_a_training_about_to_be_ended_takes_the_optimizer_step_first_and_loses_no_gradients(store, tmp_path):
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")), model=GoingOn(), accumulate_grad_batches=2)
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    _, trainer = fit(attempt, model=GoingOn(at_step=2, then=end_soon), accumulate_grad_batches=2)
+    assert committed(store) == [(2, 0), (3, 1)]
+    assert trainer.should_stop
+    resumed, _ = fit(Attempt(store), model=GoingOn(), accumulate_grad_batches=2)
+    assert torch.equal(weights(resumed), weights(undisturbed))
+
+
+@pytest.mark.parametrize(
+    ("validations", "grace_s", "at_step"),
+    [({}, 60.0, 3), ({}, 0.0, 2), ({"val_check_interval": 1}, 60.0, 2)],
+)
+def test_a_training_about_to_be_ended_awaits_no_step_that_comes_late(store, validations, grace_s, at_step):
+    """With `accumulate_grad_batches=3`, steps follow the third batch of an epoch and the last."""
+    attempt = Attempt(store, grace_s=grace_s)
+
+    class Told(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            attempt.ends_soon = self.current_epoch == 1
+
+    fit(attempt, ReportCallback(every_n_epochs=9), Told(), accumulate_grad_batches=3, **validations)
+    assert committed(store) == [(at_step, 1)]
+
+
+def test_a_validation_within_an_accumulation_is_reported_after_the_optimizer_step(store):
+    chosen = {"check_val_every_n_epoch": None, "val_check_interval": 5}
+    fit(Attempt(store), ReportCallback(on_validation_end=True), accumulate_grad_batches=2, **chosen)
+    assert committed(store) == [(3, 1), (5, 2), (8, 3)]  # after batches 6, 10 and 16
 
 
 def test_a_pace_asks_for_checkpoints_and_stops_nothing(store):
