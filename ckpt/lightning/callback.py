@@ -22,7 +22,7 @@ from prefect_torch.ckpt.reporting.rank_report import check_upload
 from .moments import check_moments, crosses_multiple, is_accumulating, precedes_validation
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
-from .resumes import has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
+from .resumes import end_with_averages, has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
 from .sigterm import SigtermAction
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class ReportCallback(CheckpointCallback):
         self._is_terminating = False
         self._told_at_s: float | None = None  # by a request of termination that awaits an optimizer step
         self._is_due = False
+        self._has_begun = False
         self._random_state: dict[str, Any] | None = None
         self.reported_step = 0
 
@@ -145,7 +146,7 @@ class ReportCallback(CheckpointCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
-        self._is_due = False
+        self._is_due = self._has_begun = False
         self._restore_random_state(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002 - Lightning's signature
@@ -175,6 +176,7 @@ class ReportCallback(CheckpointCallback):
                 or has a callback with which it could not be resumed.
 
         """
+        self._has_begun = True
         self._seen_step = self.reported_step = trainer.global_step
         if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
             set_random_state(self._random_state)
@@ -214,6 +216,11 @@ class ReportCallback(CheckpointCallback):
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
         if self._is_due or self._is_nth_epoch(trainer):
             self._report(trainer)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the module the averaged weights of a training that had ended before, as its end had."""
+        if not self._has_begun and self._continues_own_run(trainer):
+            end_with_averages(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report in a training, if `on_validation_end` was chosen or a report is due since the batch before this validation."""

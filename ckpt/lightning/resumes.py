@@ -1,8 +1,12 @@
 """Corrections for a Trainer that resumes: it does not restore everything, and repeats some of its work."""
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
+
+_WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
 
 def has_stopped(callback: EarlyStopping) -> bool:
@@ -33,6 +37,15 @@ def set_up_data_again(trainer: Trainer) -> None:
     the order of the first epoch, and its iterator has drawn its random number before the random state is restored.
     """
     trainer.fit_loop._combined_loader = None  # noqa: SLF001 - no public name forgets it
+
+
+def end_with_averages(trainer: Trainer, module: LightningModule) -> None:
+    """Give the module its averaged weights where nothing was left to train: the Trainer calls no `on_train_end` then."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in a function of another module
+        # With batch norm, StochasticWeightAveraging takes the averages before its last epoch.
+        is_stochastic = isinstance(callback, StochasticWeightAveraging) and not callback.pl_module_contains_batch_norm(module)
+        if is_stochastic or isinstance(callback, _WEIGHT_AVERAGING):
+            callback.on_train_end(trainer, module)
 
 
 def refuse_finders(trainer: Trainer) -> None:

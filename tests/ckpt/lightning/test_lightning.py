@@ -12,6 +12,7 @@ import pytorch_lightning.demos.boring_classes
 import torch
 from exact_ends import same, same_ends
 from forked_ranks import launch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
@@ -413,6 +414,26 @@ def test_what_early_stopping_has_ended_is_not_trained_on_after_a_restart(store, 
     assert end[0] < 4
     assert end_again == end
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        callbacks.WeightAveraging,
+        lambda: callbacks.EMAWeightAveraging(decay=0.5),
+        lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1),
+    ],
+)
+def test_a_training_with_nothing_left_ends_with_the_averaged_weights_again(store, averaging):
+    def ended():
+        trainer = make_trainer(callbacks=[averaging(), ReportCallback()])
+        with in_training(Attempt(store).session()), resume_path() as path:
+            trainer.fit(model := Regression(), ckpt_path=path)
+        return weights(model)
+
+    first, again = ended(), ended()
+    assert {manifest.attempt for manifest in store.list()} == {1}
+    assert torch.equal(first, again)
 
 
 def test_what_early_stopping_has_ended_in_a_run_of_this_name_elsewhere_is_trained_on(store, tmp_path):
