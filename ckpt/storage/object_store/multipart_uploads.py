@@ -47,8 +47,8 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float, deadli
 
 
 def _waits(store: S3Store, deadline_s: float) -> Waits:
-    """Return the waits of the store's own client, cut so that all tries of a request end with the deadline."""
-    waits, longest_s = waits_of(store), deadline_s / _TRIES
+    """Return the waits of the store's own client, cut so that all tries end with the deadline; a try has a second at least."""
+    waits, longest_s = waits_of(store), max(1.0, deadline_s / _TRIES)
     return Waits(min(waits.connect_s, longest_s), min(waits.read_s, longest_s))
 
 
