@@ -1,5 +1,6 @@
 """The space of a sweep: a config in which some values are yet to be chosen, as a tree."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -72,6 +73,11 @@ class Real:
         """Return the parameters with which `suggest` returns `value`; ValueError if there are none."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             raise ValueError(f"{name}={value!r} is no number from {self.low} to {self.high}")
+        if self.step is not None:
+            below = self.low + (value - self.low) // self.step * self.step
+            # In binary, a step is seldom met exactly: 0.1 + 2 * 0.1 is above 0.3.
+            if not any(math.isclose(value, it, rel_tol=1e-12, abs_tol=1e-8 * self.step) for it in (below, below + self.step)):
+                raise _between_steps(name, value, below, self)
         return {name: float(value)}
 
     def points(self, name: str) -> Iterator[Parameters]:
@@ -101,6 +107,8 @@ class Integer:
         """Return the parameters with which `suggest` returns `value`; ValueError if there are none."""
         if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
             raise ValueError(f"{name}={value!r} is no integer from {self.low} to {self.high}")
+        if remainder := (value - self.low) % self.step:
+            raise _between_steps(name, value, value - remainder, self)
         return {name: value}
 
     def points(self, name: str) -> Iterator[Parameters]:
@@ -214,6 +222,12 @@ def num_points(node: Node) -> int:
     if isinstance(node, Real) and node.step is not None:
         return round((node.high - node.low) / node.step) + 1
     return (node.high - node.low) // node.step + 1 if isinstance(node, Integer) else 1
+
+
+def _between_steps(name: str, value: float, below: float, domain: Real | Integer) -> ValueError:
+    """Return the error of a value within a domain that is none of its steps; the last one before it is `below`."""
+    steps = f"the steps of {domain.step} from {domain.low}"
+    return ValueError(f"{name}={value!r} is none of {steps}: the next ones are {below} and {below + (domain.step or 0)}")
 
 
 def _within(name: str, number: int) -> str:

@@ -111,6 +111,26 @@ def test_what_was_suggested_is_found_by_its_parameters_again():
         assert space.suggest("", Known()) == config
 
 
+def test_a_step_is_a_point_however_floats_are_rounded():
+    space = parse_space(
+        {"x": uniform(0.1, 0.7, 0.2), "far": uniform(1e6, 1e6 + 1, 1e-3), "n": randint(-3, 10, 2), "huge": randint(0, 10**401)}
+    )
+    for point in (
+        {"x": 0.3},
+        {"x": 0.1 + 2 * 0.2},
+        {"x": 0.7},
+        {"x": 0.1 + 3 * 0.2 - 1e-16},
+        {"far": 1e6 + 0.7},
+        {"n": 9},
+        {"huge": 10**400},
+    ):
+        assert space.parameters("", point) == point
+    for step in (1e-9, 0.1, 1 / 3):
+        fine = parse_space({"x": uniform(0.3, 2, step)})
+        for seed in range(100):
+            fine.parameters("", fine.suggest("", RandomDraw(random.Random(seed))))
+
+
 def test_a_grid_has_every_combination():
     points = list(parse_space({"a": grid([1, 2]), "b": choice([{"c": grid([3, 4])}, "none"])}).points(""))
     assert len(points) == 6

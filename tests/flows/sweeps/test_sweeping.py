@@ -37,6 +37,7 @@ from prefect_torch.flows import (
     SweepFailedError,
     SweepResult,
     grid,
+    randint,
     sweep,
     sweeping,
     train,
@@ -381,6 +382,16 @@ WRONG = [
     ({"lr": grid([1])}, {"sampler": "tpe"}, "the space has a grid"),
     ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 1}, {"rate": 1}]}, r"initial_points\[1\]: rate is not in the space"),
     ({"lr": uniform(0, 1)}, {"initial_points": [{"lr": 5}]}, r"initial_points\[0\]: lr=5 is no number from 0.0 to 1.0"),
+    (
+        {"lr": uniform(0, 1, 0.25)},
+        {"initial_points": [{"lr": 0.3}]},
+        r"initial_points\[0\]: lr=0.3 is none of the steps of 0.25 from 0.0: the next ones are 0.25 and 0.5",
+    ),
+    (
+        {"n": randint(1, 9, 3)},
+        {"initial_points": [{"n": 3}]},
+        r"initial_points\[0\]: n=3 is none of the steps of 3 from 1: the next ones are 1 and 4",
+    ),
     ({"lr": uniform(0, 1)}, {"sampler": "optuna.samplers:NoSampler"}, "sampler='optuna.samplers:NoSampler' cannot be imported"),
     ({"lr": uniform(0, 1)}, {"scheduler": "pruner", "pruner": "builtins:dict"}, "pruner='builtins:dict' returned a dict"),
 ]
