@@ -178,7 +178,7 @@ def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_pat
         ({"checkpoints": "nosuch"}, "give a committed checkpoint's id"),
         ({"checkpoints": [ID], "run": None}, "give its run"),
         ({"checkpoints": [ID], "watch": True}, "not both"),
-        ({"scaling": ScalingConfig(num_workers=99, use_gpu=True)}, "as many GPUs"),
+        ({"scaling": ScalingConfig(num_workers=99, use_gpu=True)}, "needs 99 GPUs, and this machine has"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_at_once(tmp_path, wrong, told):
