@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -233,27 +233,24 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
 
 
 def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
-    """Compare a manifest with what the bucket has acknowledged.
+    """Compare a manifest with what the bucket has acknowledged; one that it does not have is deleted, should it appear.
 
     Raises:
-        CommitFailedError: If the bucket does not have it until the retries end; then it is deleted, should it appear.
+        CommitFailedError: If the bucket does not have it until the retries end.
         FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
 
     """
-    found: list[int | None] = []
 
-    def look(storage: Storage) -> None:
-        found.append(find_size(storage.reopened() if found else storage, key))
-        if found[-1] != expected:
-            check_fence(run, attempt)
-            raise StorageError(f"{found[-1] or 0} of {expected} bytes are there")
+    def find_other(storage: Storage) -> tuple[str, int | None] | None:
+        found = find_size(storage, key)
+        return None if found == expected else (key, found)
 
     try:
-        with_retries(run.storage, "looking for the manifest", key, look)
-    except StorageError as exc:
+        _require_stored(run, attempt, key, {key: expected}, find_other)
+    except CommitFailedError:
         with suppress(StorageError, OSError):
             run.storage.delete([key])
-        raise _lost_write(run, attempt, key, expected, found[-1] if found else None) from exc
+        raise
 
 
 def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
@@ -293,24 +290,55 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
     """
     if not files:
         return
-    prefix, attempt = run.layout.data(checkpoint_id), attempt_of(checkpoint_id)
+    prefix = run.layout.data(checkpoint_id)
     expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
+    _require_stored(
+        *(run, attempt_of(checkpoint_id), prefix, expected),
+        lambda storage: find_other_size(storage, prefix, expected),
+    )
+
+
+def _require_stored(
+    run: Run,
+    attempt: int,
+    place: str,
+    expected: Mapping[str, int],
+    find_other: Callable[[Storage], tuple[str, int | None] | None],
+) -> None:
+    """Wait until a bucket has what it acknowledged, for as long as it retries requests: a gateway may answer for it.
+
+    Args:
+        run: The run.
+        attempt: The attempt that has stored it.
+        place: Where it is, for messages.
+        expected: The size of each object, by its key.
+        find_other: Returns an object that is missing or has another size, as `find_other_size` does.
+
+    Raises:
+        CommitFailedError: If an object is missing, or of another size.
+        FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
+        StorageError: If the bucket does not answer.
+
+    """
     others: list[tuple[str, int | None]] = []
 
     def look(storage: Storage) -> None:
-        other = find_other_size(storage, prefix, expected)
+        other = find_other(storage.reopened() if others else storage)
         if other is not None:
             others.append(other)
             check_fence(run, attempt)
             raise StorageError(f"{other[1] or 0} of {expected[other[0]]} bytes of {other[0]} are there")
 
     try:
-        with_retries(run.storage, "looking for the files in", prefix, look)
+        with_retries(run.storage, "looking for what was stored in", place, look)
     except StorageError as exc:
         if not others:
             raise
         key, found = others[-1]
-        raise _lost_write(run, attempt, key, expected[key], found) from exc
+        raise CommitFailedError(
+            f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
+            f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
+        ) from exc
 
 
 def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
@@ -343,14 +371,6 @@ def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> Non
         )
 
     with_retries(run.storage, "looking for other machines' files in", prefix, look)
-
-
-def _lost_write(run: Run, attempt: int, key: str, expected: int, found: int | None) -> CommitFailedError:
-    check_fence(run, attempt)
-    return CommitFailedError(
-        f"{run.storage.url} has acknowledged {expected} bytes of {key}, and has "
-        f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
-    )
 
 
 def _store_index(run: Run, checkpoint_id: str, parts: Sequence[RankPart]) -> list[FileEntry]:

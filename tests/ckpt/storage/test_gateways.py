@@ -14,7 +14,7 @@ import pytest
 from certificates import make_certificate
 from http_proxy import Response, proxied
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError, StorageSpec
-from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.errors import CommitFailedError, MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -226,6 +226,18 @@ def test_an_odd_size_after_a_put_fails_no_report(behind_gateway, proxy, name, tm
     proxy.change = change
     session.report({}, folder(tmp_path / "d", model="new"), step=7)
     assert next(answered) > 4
+    assert behind_gateway.latest().step == 7
+
+
+def test_a_server_that_does_not_tell_the_size_of_a_manifest_is_not_said_to_lose_it(behind_gateway, proxy, once, tmp_path):
+    """Nor is the manifest deleted, which may well be there."""
+    spec = replace(behind_gateway.spec, retry=RetryPolicy(0.5, 0.01, 0.05))
+    session = Attempt(CheckpointStore.open(spec, "run")).session()
+    proxy.change = lambda method, path, response: None if method == "HEAD" and "/run/manifests/" in path else response
+    with pytest.raises(CommitFailedError) as raised:
+        session.report({}, folder(tmp_path / "d", model="new"), step=7)
+    proxy.change = lambda _method, _path, response: response
+    assert "loses writes" not in str(raised.value)
     assert behind_gateway.latest().step == 7
 
 
