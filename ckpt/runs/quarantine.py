@@ -9,6 +9,7 @@ from prefect_torch.ckpt.runs.deletion.marks import is_marked
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.text import utc_now
 
 from .verification import verify_uncommitted
@@ -43,7 +44,7 @@ def _manifest_as_stored(run: Run, key: str) -> str:
         return data.decode()
 
     try:
-        return run.read_whole(key, read)
+        return read_whole(run.storage, key, read)
     except CheckpointCorruptError:  # as many bytes as are stored, and the same twice
         return run.storage.reopened().get_bytes(key).decode(errors="replace")
 
@@ -96,8 +97,12 @@ def _check_stays(run: Run, manifest: Manifest) -> None:
 
 def why_quarantined(run: Run, lineage: int = 1) -> dict[str, str]:
     """Return the ids in quarantine that attempts from `lineage` on wrote, each with the reason."""
-    ids = sorted(map(stem, run.keys(run.layout.quarantined)))
-    return {it: _reason(run, it) for it in ids if is_id(it) and attempt_of(it) >= lineage}
+    return {it: _reason(run, it) for it in quarantined_ids(run) if attempt_of(it) >= lineage}
+
+
+def quarantined_ids(run: Run) -> list[str]:
+    """Return the ids in quarantine, oldest first."""
+    return sorted(it for it in map(stem, run.keys(run.layout.quarantined)) if is_id(it))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, MalformedRecordError, StorageError
-from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
+from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, manifest_id
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
@@ -177,9 +177,8 @@ def _committed_by_a_proven_listing(run: Run, lineage: int) -> list[str]:
         keys = [info.key for info in storage.list(f"{run.name}/")]
         if not any(key.startswith(run.layout.attempts) for key in keys):
             raise StorageError(f"{storage.url} does not list the attempts of run {run.name!r}, of which one has just begun")
-        manifests = (key.removeprefix(run.layout.manifests) for key in keys if key.startswith(run.layout.manifests))
-        ids = {name.removesuffix(".json") for name in manifests if name.endswith(".json")}
-        return sorted((it for it in ids if is_id(it) and attempt_of(it) >= lineage), reverse=True)
+        ids = {manifest_id(run.layout, key) for key in keys}
+        return sorted((it for it in ids if it is not None and attempt_of(it) >= lineage), reverse=True)
 
     return with_retries(run.storage, "listing", f"{run.name}/", list_run)
 

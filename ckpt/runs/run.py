@@ -198,7 +198,7 @@ class Run:
         """
         key = self.layout.manifest(checkpoint_id)
         try:
-            manifest = self.read_whole(key, lambda data: Manifest.decode(data, self._location_of(key)))
+            manifest = read_whole(self.storage, key, lambda data: Manifest.decode(data, self._location_of(key)))
         except FileNotFoundError as exc:
             raise self._not_found(checkpoint_id) from exc
         if manifest.id != checkpoint_id:
@@ -219,21 +219,6 @@ class Run:
         return CheckpointNotFoundError(
             f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id}: it was pruned or never committed"
         )
-
-    def read_whole(self, key: str, read: Callable[[bytes], T]) -> T:
-        """Return what `read` returns for a record's bytes, which are read again if it finds damage.
-
-        Args:
-            key: The key of the record.
-            read: Raises CheckpointCorruptError if the bytes are damaged.
-
-        Raises:
-            FileNotFoundError: If there is no such object.
-            CheckpointCorruptError: If it is damaged.
-            StorageError: If reads return another number of bytes than its size, until the retries end.
-
-        """
-        return read_whole(self.storage, key, read)
 
     def find_newest(self, take: Callable[[ListedCheckpoint], T | None], *, oldest_attempt: int = 0) -> T | None:
         """Return the first result of `take` that is not None, newest checkpoint first, even if others are pruned meanwhile.
@@ -322,7 +307,7 @@ class Run:
 
     def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
         try:
-            return self.read_whole(key, lambda data: read(parse(data, self._location_of(key), what)))
+            return read_whole(self.storage, key, lambda data: read(parse(data, self._location_of(key), what)))
         except FileNotFoundError:
             return None
         except MalformedRecordError as exc:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
+from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, RunningDigest, copy_and_digest, split, write_all
 from prefect_torch.ckpt.storage.machine.anonymous_memory import anonymous_memory
 from prefect_torch.ckpt.storage.protocol import Transfer
@@ -22,7 +23,6 @@ _LEAST_BYTES = 8 * 2**20  # for smaller files, threads and buffers cost more tha
 _PIECE_BYTES = 4 * 2**20
 _PIECES = 4  # one is read and digested while others are written
 _WRITERS = 2  # the disk always has a next write, and never waits for Python
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last: RLIMIT_FSIZE, or the filesystem's own limit
 _REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DIRECT, or not from this memory
 
 
@@ -112,7 +112,8 @@ def naming_if_full(path: Callable[[], Path]) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        if exc.errno in _NO_ROOM and exc.filename is None:
+        is_file_full = exc.errno == errno.EFBIG  # RLIMIT_FSIZE, or the filesystem's own limit
+        if (is_of_full_disk(exc) or is_file_full) and exc.filename is None:
             exc.filename = str(path())
         raise
 

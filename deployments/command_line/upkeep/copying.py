@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest, Storage
-from prefect_torch.ckpt.runs.layout import stem
-from prefect_torch.ckpt.runs.manifest import FileEntry, is_id
+from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo
+from prefect_torch.ckpt.storage.sizes import find_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,7 @@ def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: b
     files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
     prefixes, aside = [layout.attempts, layout.outcomes], []
     if whole:
-        quarantined = [it for it in map(stem, store.keys(layout.quarantined)) if is_id(it)]
-        aside = [info for it in quarantined for info in store.storage.list(layout.data(it))]
+        aside = [info for it in quarantined_ids(store) for info in store.storage.list(layout.data(it))]
         prefixes += [layout.metrics, layout.pins, layout.quarantined, layout.all_logs, layout.all_evaluation_logs]
         prefixes += [layout.codes(), layout.all_evaluation_codes]
     records = [key for prefix in prefixes for key in store.keys(prefix)]
@@ -106,7 +106,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         return copied
 
     def copy_as_is(info: ObjectInfo) -> int:
-        copied = 0 if _has_size(info, target) else _copy_as_is(info.key, source, target)
+        copied = 0 if find_size(target, info.key) == info.bytes else _copy_as_is(info.key, source, target)
         advance(info.bytes)
         return copied
 
@@ -119,13 +119,6 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
     try:
         return target.size(key) == entry.bytes and target.digest(key).digest == entry.digest
-    except FileNotFoundError:
-        return False
-
-
-def _has_size(info: ObjectInfo, target: Storage) -> bool:
-    try:
-        return target.size(info.key) == info.bytes
     except FileNotFoundError:
         return False
 

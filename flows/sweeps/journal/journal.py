@@ -17,6 +17,7 @@ from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 
@@ -153,7 +154,7 @@ def _lines(run: Run, part: Part) -> list[bytes] | None:
 
     try:
         try:
-            return run.read_whole(part.key, whole)
+            return read_whole(run.storage, part.key, whole)
         except CheckpointCorruptError:
             return run.storage.get_bytes(part.key).split(b"\n")
     except FileNotFoundError:  # merged meanwhile: the next listing has the object that replaced it
