@@ -15,6 +15,8 @@ from prefect_torch.ckpt.storage.specs.blocks import FileSystemBlock, refuse_miss
 from prefect_torch.ckpt.storage.specs.location import normalized
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
+_TYPE = "block_type_slug"  # which Prefect adds; its blocks take any other field, too, and ignore it
+
 __all__ = ["CheckpointStorage", "StorageBlock", "StorageUnfitError"]
 
 
@@ -98,15 +100,16 @@ class CheckpointStorage(Block):
         """Return the specification with which a process opens this storage.
 
         Raises:
-            ValueError: If the location is invalid, a field is misspelled, checkpoints cannot be stored with the file system, or
-                a password is given with a file system, or with a location without a user.
+            ValueError: If the location is invalid, a field is unknown, checkpoints cannot be stored with the file system, or a
+                password is given with a file system, or with a location without a user.
 
         """
         refuse_misspelled_fields(self)
+        if unknown := [repr(name) for name, value in (self.model_extra or {}).items() if value and name != _TYPE]:
+            lack = "no location, and " if not self.location and self.file_system is None else ""
+            fields = ", ".join(type(self).model_fields)
+            raise ValueError(f"the block has {lack}{', '.join(unknown)}, which is none of its fields: {fields}")
         if self.file_system is None:
-            if not self.location and self.model_extra:  # Prefect's blocks take any field
-                unknown, fields = ", ".join(map(repr, self.model_extra)), ", ".join(type(self).model_fields)
-                raise ValueError(f"the block has no location, and {unknown} is none of its fields: {fields}")
             spec = spec_of(self.location)
             return spec if self.password is None else _with_password(spec, self.password.get_secret_value())
         if self.password is not None:

@@ -51,13 +51,13 @@ def clip(text: str, most: int = 10_000) -> str:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with its lone surrogates escaped, such as half an emoji: UTF-8, logs and databases cannot hold them."""
-    return text.encode(errors="backslashreplace").decode()
+    """Return `text` with its lone surrogates, such as half an emoji, and NULs escaped: UTF-8 or PostgreSQL cannot hold them."""
+    return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")
 
 
 def without_login(text: str) -> str:
     """Return a text without the users and passwords in its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
+    return re.sub(r"//[^/\s]*@", "//", text)
 
 
 def utc_now() -> str:

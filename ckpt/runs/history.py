@@ -3,8 +3,10 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,6 +17,7 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.record_fields import Time
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.records import fields_of
@@ -46,7 +49,7 @@ class MetricRecord:
     step: StepNumber
     metrics: Metrics
     checkpoint: str | None
-    reported_at: str
+    reported_at: Time
     is_logged: bool = False
 
     @classmethod
@@ -54,9 +57,10 @@ class MetricRecord:
         """Return the records with these stored fields as `decode` does, in less time; None if one is out of the ordinary."""
         try:
             columns = list(zip(*map(_COLUMNS, fields), strict=True))
-        except KeyError:
+            attempts, steps, metrics, checkpoints, moments, are_logged = columns
+            deque(map(datetime.fromisoformat, moments), maxlen=0)
+        except (KeyError, TypeError, ValueError):
             return None
-        attempts, steps, metrics, checkpoints, moments, are_logged = columns
         are_ordinary = (
             all_are({int}, attempts)
             and 1 <= min(attempts) <= max(attempts) <= MAX_ATTEMPT

@@ -162,6 +162,16 @@ class Manifest:
         body.pop("evaluations", None)  # each evaluation is an object of its own
         return decode(cls, body, where, _WHAT)
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if no commit can have made this manifest."""
+        if (self.attempt, self.step) != (attempt_of(self.id), step_of(self.id)):
+            raise ValueError(f"attempt {self.attempt} and step {self.step} are not those of its id {self.id}")
+        paths = {entry.path for entry in self.files}
+        if len(paths) < len(self.files):
+            raise ValueError("it has a file twice")
+        if both := next((parent for path in paths for parent in _parents(path) if parent in paths), None):
+            raise ValueError(f"its {both!r} is a file and a directory")
+
 
 def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
     """Return the files of all ranks, each path once, sorted by path.

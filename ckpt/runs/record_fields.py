@@ -11,7 +11,7 @@ pydantic takes a tenth of a second to import in each rank.
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from datetime import datetime
+from datetime import MAXYEAR, MINYEAR, datetime
 from functools import cache
 from itertools import cycle
 from types import UnionType
@@ -36,7 +36,7 @@ class FieldError(ValueError):
 
     def within(self, name: str) -> "FieldError":
         """Return the same error for the record that has the value in its field `name`."""
-        shown = name[:_SHOWN]
+        shown = name[:_SHOWN] if name.isprintable() else reprlib.repr(name)
         return FieldError(self._problem, f"{shown}/{self._path}" if self._path else shown)
 
 
@@ -58,6 +58,17 @@ class Within:
             raise ValueError(f"{reprlib.repr(value)} is not within {self.least} and {self.most}")
 
 
+def check_time(text: str) -> None:
+    """Raise ValueError unless `text` is a time with its zone, in ISO 8601.
+
+    Raises:
+        ValueError: If it is not.
+
+    """
+    _moment(text)
+
+
+Time: TypeAlias = Annotated[str, check_time]
 Count: TypeAlias = Annotated[int, Within(0, 2**63 - 1)]  # of bytes or ranks; no filesystem holds more
 
 
@@ -135,7 +146,7 @@ def _moment(value: object) -> datetime:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
         moment = None
-    if moment is None or moment.utcoffset() is None:
+    if moment is None or moment.utcoffset() is None or not MINYEAR < moment.year < MAXYEAR:  # every zone has these years
         raise FieldError(f"{reprlib.repr(value)} is not a time with its zone")
     return moment
 

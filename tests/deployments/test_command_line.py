@@ -726,8 +726,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(local, options):
     manifest = store.latest()
     for number in range(2000):  # more than a pipe holds
         other = manifest.id.replace("00000004", f"{number + 5:08d}")
-        encoded = type(manifest)(**{field: getattr(manifest, field) for field in manifest.__slots__} | {"id": other}).encode()
-        Path(local, "run/manifests", f"{other}.json").write_bytes(encoded)
+        Path(local, "run/manifests", f"{other}.json").write_bytes(replace(manifest, id=other, step=number + 5).encode())
     process = subprocess.Popen([SCRIPT, "ls", local, "run", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with process:
         process.stdout.readline()

@@ -5,6 +5,7 @@ import re
 import ssl
 import subprocess
 import threading
+import time
 import traceback
 import uuid
 from contextlib import contextmanager
@@ -418,6 +419,20 @@ def test_a_bucket_is_in_the_name_of_its_host_where_a_block_says_so(moto, way, ho
         storage.remove_interrupted("run/", 3600)
         named = "http://bucket.s3.example.invalid"
         assert [it.partition("?")[0] for it in proxy.requests] == [f"PUT {named}/run/x", f"GET {named}/"]
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+def test_the_timeouts_of_a_block_are_used(moto, way):
+    config = {"read_timeout": 0.5, "connect_timeout": 300}
+    options = _spec_with_config(way, moto.endpoint, config).options
+    assert (options["read_timeout"], options["connect_timeout"]) == ("500ms", "300000ms")
+    with proxied(moto.endpoint) as proxy:
+        proxy.change = lambda _method, _path, response: time.sleep(2.0) or response
+        storage = open_storage(replace(_spec_with_config(way, proxy.endpoint, config), retry=RetryPolicy(0.0)))
+        begun_s = time.monotonic()
+        with pytest.raises(StorageError):
+            storage.get_bytes("run/x")
+        assert time.monotonic() - begun_s < 1.9
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9000", "http://[::1]:9000", "https://127.0.0.1"])

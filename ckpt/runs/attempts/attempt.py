@@ -11,7 +11,7 @@ from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatErr
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.runs.record_fields import Count, Time, decode
 from prefect_torch.ckpt.runs.reserve import put_despite_full_disk
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
@@ -51,7 +51,7 @@ class Attempt:
     world_size: Count
     resumed_from: str | None
     lineage: AttemptNumber
-    claimed_at: str
+    claimed_at: Time
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -91,7 +91,7 @@ class Outcome:
         kind: The kind of the failure, which selects its budget; None unless it failed or was preempted. A preemption
             without a kind was planned, such as to continue with more ranks.
         error: The error that ended it, as text, with the rank's own traceback.
-        errors: Each failed rank's error.
+        errors: Each failed rank's error, with the traceback of the first 16.
         return_value: Rank 0's return value as far as JSON can represent it, up to 1 MiB.
 
     """

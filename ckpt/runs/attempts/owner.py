@@ -34,7 +34,15 @@ class Owner:
     @classmethod
     def current(cls, flow_run_id: str | None = None, budget: str | None = None) -> "Owner":
         """Describe this process."""
-        return cls(flow_run_id, _host(), os.getpid(), _start_ticks(os.getpid()), budget)
+        try:
+            started = _start_ticks(os.getpid())
+        except OSError:
+            started = None
+        return cls(flow_run_id, _host(), os.getpid(), started, budget)
+
+    def is_same_process(self, other: "Owner") -> bool:
+        """Return whether `other` describes the same process."""
+        return (self.host, self.pid, self.started) == (other.host, other.pid, other.started)
 
     def is_earlier_process_of(self, other: "Owner") -> bool:
         """Return whether this is another process of the same flow run, whose failures count against the same budgets."""
@@ -51,7 +59,11 @@ class Owner:
         here = _host()
         if self.host not in (here, here.rpartition("/")[0]):
             return None
-        return _start_ticks(self.pid) != self.started or not is_alive(self.pid)
+        try:
+            started = _start_ticks(self.pid)
+        except OSError:  # there is no such process, or no /proc, or it hides the processes of other users
+            return not is_alive(self.pid)
+        return started is None or self.started not in (None, started)
 
 
 def _host() -> str:
@@ -61,10 +73,13 @@ def _host() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
+    """Return when a process started; None if it has ended, and only waits for its parent.
+
+    Raises:
+        OSError: If the kernel does not tell.
+
+    """
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
     # The second field is the command in parentheses and may hold any bytes, such as half a character; the start is the 22nd
     # (proc_pid_stat(5)).
     state, *fields = stat.rpartition(b")")[2].split()

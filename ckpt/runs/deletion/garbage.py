@@ -51,6 +51,8 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     quarantined |= _quarantined(run)
     # The storage's own clock, taken from its newest object: this machine's may be hours off.
     now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
+    # An object may have a date in the future, such as a file of a machine whose clock was wrong.
+    at_least_s = min(now_s, time.time())
 
     def is_garbage(checkpoint_id: str) -> bool:
         if not is_id(checkpoint_id) or checkpoint_id in committed or checkpoint_id in quarantined:
@@ -70,7 +72,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         run.storage.delete(without_targets(run, data[checkpoint_id]))
         _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
-        expired_s = now_s - keep_quarantined_days * _DAY_S
+        expired_s = at_least_s - keep_quarantined_days * _DAY_S
         expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
         garbage += _delete_quarantined(run, expired, data)
     kept = committed | (quarantined.keys() & (data.keys() - set(garbage)))
@@ -78,7 +80,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
     _delete_unreported(run, newest_attempt, now_s - grace_s)
     _remove_emptied(run, data, now_s - grace_s)
-    remove_stale_marks(run, now_s)
+    remove_stale_marks(run, at_least_s)
     # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
     run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
     return garbage

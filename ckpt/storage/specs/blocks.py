@@ -137,7 +137,7 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
         options.update(_aws_keys(credentials))
     options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
     options.update(_virtual_hosts(parameters.config, block.bucket_name, endpoint))
-    options["proxy_url"] = _proxy(parameters.config, endpoint)
+    options.update(_client_options(parameters.config, endpoint))
     return StorageSpec(url, {name: value for name, value in options.items() if value})
 
 
@@ -171,9 +171,13 @@ def _virtual_hosts(config: Mapping[str, Any] | None, bucket: str, endpoint: str 
     return options
 
 
-def _proxy(config: Mapping[str, Any] | None, endpoint: str | None) -> str | None:
-    proxies: Mapping[str, str] = (config or {}).get("proxies") or {}
-    return proxies.get((endpoint or "https").partition(":")[0].lower())
+def _client_options(config: Mapping[str, Any] | None, endpoint: str | None) -> dict[str, str]:
+    """Return the options for boto3's proxies and timeouts (seconds)."""
+    config = config or {}
+    proxies: Mapping[str, str] = config.get("proxies") or {}
+    times = {name: f"{1000 * float(config[name]):.0f}ms" for name in ("connect_timeout", "read_timeout") if config.get(name)}
+    proxy = proxies.get((endpoint or "https").partition(":")[0].lower())
+    return {**times, **({} if proxy is None else {"proxy_url": proxy})}
 
 
 def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
@@ -218,7 +222,7 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
         "aws_region": client.get("region_name"),
         "aws_skip_signature": "true" if client.get("anon") else None,
         **_virtual_hosts(settings.get("config_kwargs"), rest.partition("/")[0], client.get("endpoint_url")),
-        "proxy_url": _proxy(settings.get("config_kwargs"), client.get("endpoint_url")),
+        **_client_options(settings.get("config_kwargs"), client.get("endpoint_url")),
         **_tls_options(client.get("verify")),
     }
     return StorageSpec(block.basepath.rstrip("/"), {name: str(value) for name, value in options.items() if value})

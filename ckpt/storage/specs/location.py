@@ -23,8 +23,9 @@ BLOCK_SLUGS = {
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):(?!//)", re.IGNORECASE)
 _OF_WINDOWS = re.compile(r"[A-Za-z]:(?:\\|/)")
-# A host's port, or an address in brackets, is no user with a password. A form's JSON schema uses this pattern, too.
-URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^/:@\[]*:(?!\d+(/|$))[^@]*@"
+# A host's port, or an address in brackets, is no user with a password. A user may be an e-mail address. A form's JSON schema
+# uses this pattern, too.
+URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([^/:@\[]*@)*[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
 _PORT = re.compile(r"[^/:]+:\d+(/|$)")
 _PARAMETERS = re.compile(r"\?([\w.%/:-]+=[^&]*&)*(endpoint_override|scheme|region)=")

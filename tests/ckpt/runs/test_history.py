@@ -290,8 +290,8 @@ def test_junk_in_the_place_of_chunks_is_one_warning_each(store, caplog, junk):
 
 
 def test_a_history_of_version_0_1_goes_on_in_new_attempts(store):
-    metrics = b'"metrics": {"loss": {"__float__": "nan"}}, "checkpoint": null, "reported_at": "x", "is_logged": false'
-    line = b'{"attempt": 1, "step": %d, ' + metrics + b"}"
+    metrics = b'"metrics": {"loss": {"__float__": "nan"}}, "checkpoint": null, '
+    line = b'{"attempt": 1, "step": %d, ' + metrics + b'"reported_at": "2026-01-01T00:00:00+00:00", "is_logged": false}'
     for chunk, count in ((0, 1000), (1, 3)):
         lines = b"\n".join(line % (1000 * chunk + step) for step in range(count))
         store.storage.put_bytes(f"{store.layout.metrics}000001-{chunk:06d}.jsonl", lines)

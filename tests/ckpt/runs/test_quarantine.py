@@ -58,6 +58,16 @@ def test_data_in_quarantine_stay_for_the_days_of_the_policy(store, tmp_path, day
     assert list(store.storage.list(store.layout.deletions)) == []
 
 
+def test_an_object_with_a_date_in_the_future_ends_no_quarantine(store, tmp_path):
+    fill(store, tmp_path, 1, 2)
+    damaged, _ = damage_newest(store)
+    (kept,) = fill(store, tmp_path, 3)[-1:]
+    next_year_s = time.time() + 365 * DAY_S
+    os.utime(store.storage.local_path(store.layout.data(kept.id, "model")), (next_year_s, next_year_s))
+    assert collect_garbage(store, grace_s=0, keep_quarantined_days=7) == []
+    assert any(store.storage.list(store.layout.data(damaged.id)))
+
+
 def test_a_policy_keeps_them_for_a_week_and_the_form_says_so():
     assert RetentionPolicy().keep_quarantined_days == CheckpointConfig().policy().keep_quarantined_days == 7
     for wrong in (-1, True, "7", float("nan")):

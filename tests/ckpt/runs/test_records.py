@@ -282,7 +282,15 @@ def test_an_error_names_the_field_and_the_object(store):
         ({"step": 10**8}, "step: 100000000 is not within 0 and 99999999"),
         ({"created_at": "2026-11-21T00:00:00"}, "created_at: '2026-11-21T00:00:00' is not a time with its zone"),
         ({"timings": {"stall_s": None}}, "timings/stall_s: None is not a number"),
+        ({"created_at": "9999-12-31T23:59:59-12:00"}, "created_at: '9999-12-31T23:59:59-12:00' is not a time with its zone"),
         ({"metrics": {"a": {"b": [1]}}}, "metrics/b: a list is no metric"),
+        ({"timings": {"\x1b[2J": None}}, "timings/'\\x1b[2J': None is not a number"),
+        ({"step": 8}, f"attempt {body['attempt']} and step 8 are not those of its id {SECOND}"),
+        ({"files": body["files"][:1] * 2}, "it has a file twice"),
+        (
+            {"files": [body["files"][0], {**body["files"][0], "path": f"{body['files'][0]['path']}/below"}]},
+            f"its {body['files'][0]['path']!r} is a file and a directory",
+        ),
     ):
         with pytest.raises(MalformedRecordError) as caught:
             Manifest.decode(seal({**body, **changed}), key)

@@ -455,17 +455,6 @@ def test_an_upload_may_take_as_long_as_the_line_needs_and_other_requests_may_not
     assert waits == ["120s", "600s"]
 
 
-def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_person_waits(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        opened = []
-        threading.Thread(target=lambda: opened.extend(silent.accept() for _ in range(9)), daemon=True).start()
-        options = S3Server(f"http://127.0.0.1:{silent.getsockname()[1]}").options()
-        policy = replace(INTERACTIVE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
-        storage = open_storage(StorageSpec("s3://bucket", options, policy))
-        with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
-            storage.get_bytes("run/x")
-
-
 @contextlib.contextmanager
 def silent_server():
     """Run a server that accepts every connection and never answers; yield it, and the connections."""
@@ -484,6 +473,14 @@ def silent_server():
         thread.join()
     for connection in opened:
         connection.close()
+
+
+def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_person_waits():
+    with silent_server() as (server, _):
+        policy = replace(INTERACTIVE_RETRY_POLICY, deadline_s=1.0, first_wait_s=0.01, longest_wait_s=0.01)
+        storage = open_storage(StorageSpec("s3://bucket", server.options(), policy))
+        with pytest.raises(StorageError, match=r"failed \d+ times in [0-4] s"):
+            storage.get_bytes("run/x")
 
 
 @pytest.mark.parametrize("options", [{"read_timeout": "200ms"}, {}], ids=["option", "deadline"])

@@ -78,6 +78,7 @@ def test_object_stores_are_opened_by_all_their_schemes(scheme):
     [
         "sftp://me:s3cr3t@host/x",
         "ftp://me:s3cr3t@host",
+        "ftp://me@corp.com:s3cr3t@host/x",
         "FTP://:s3cr3t@host:21/x",
         "sftp://me:s3/cr3t@host/x",
         "sftp://me:s3:cr3t@host/x",
@@ -100,7 +101,15 @@ def test_a_password_in_a_url_that_lost_a_slash_is_not_shown():
 
 
 @pytest.mark.parametrize(
-    "url", ["sftp://me@host:22/data", "sftp://host:22/me@home", "sftp://[::1]:22/me@home", "memory://x/a:b@c", "sftp://host:22"]
+    "url",
+    [
+        "sftp://me@host:22/data",
+        "ftp://me@corp.com@host:21/data",
+        "sftp://host:22/me@home",
+        "sftp://[::1]:22/me@home",
+        "memory://x/a:b@c",
+        "sftp://host:22",
+    ],
 )
 def test_what_is_no_password_is_none(url):
     assert parse_storage(url) == StorageSpec(url)

@@ -66,9 +66,11 @@ def test_a_block_without_a_place_says_what_to_give():
         CheckpointStorage().check()
 
 
-def test_a_block_whose_location_was_given_by_another_name_says_which_fields_there_are():
-    with pytest.raises(ValueError, match="no location, and 'path' is none of its fields: location, file_sys"):
+def test_a_block_with_a_field_that_it_ignores_says_which_fields_there_are():
+    with pytest.raises(ValueError, match="no location, and 'path', which is none of its fields: location, file_sys"):
         CheckpointStorage(path="/data").check()
+    with pytest.raises(ValueError, match="the block has 'host_key_policy', which is none of its fields: location, file_sys"):
+        CheckpointStorage(location="sftp://me@host/data", host_key_policy="reject").check()
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def test_a_misspelled_field_of_a_block_is_refused_with_the_one_that_is_meant(blo
 
 def test_other_things_beside_the_fields_of_a_block_are_left_alone():
     assert parse_storage(S3Bucket(bucket_name="b", block_type_slug="s3-bucket", bucket_foldr="")).url == "s3://b"
+    assert parse_storage(CheckpointStorage(location="s3://b", block_type_slug="checkpoint-storage", other="")).url == "s3://b"
 
 
 def test_refused_access_names_the_step_and_the_right(rclone):

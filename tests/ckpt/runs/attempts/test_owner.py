@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from prefect_torch.ckpt.runs.attempts.owner import Owner, _start_ticks
@@ -41,8 +42,21 @@ def test_a_dead_process_that_nobody_has_waited_for_is_gone():
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         owner = replace(Owner.current(), pid=child.pid, started=_start_ticks(child.pid))
         assert owner.is_process_gone() is False
+        assert replace(owner, started=None).is_process_gone() is False, "it was hidden when the owner was recorded"
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert owner.is_process_gone() is True
+
+
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError])
+def test_a_process_that_the_kernel_hides_may_be_alive(monkeypatch, error):
+    """With hidepid, /proc does not show the processes of other users."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        owner = replace(Owner.current(), pid=child.pid, started=_start_ticks(child.pid))
+        monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.owner._start_ticks", Mock(side_effect=error))
+        assert owner.is_process_gone() is False
+        child.stdin.close()
+        child.wait()
         assert owner.is_process_gone() is True
 
 
