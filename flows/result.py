@@ -45,7 +45,8 @@ class Result:
         attempts: The number of the run's attempts.
         error: The error that ended the newest attempt; None if it completed, runs, or was killed before an error was
             recorded.
-        errors: Each failed rank's error, by rank.
+        errors: Each failed rank's error, by rank, with the traceback of the first 16; without ranks that failed only because
+            another one had.
         completed: Whether the newest attempt completed.
         resumed_from: The path or URL of the checkpoint that the newest attempt resumed from; None for a fresh start.
         return_value: The return value of rank 0's function; from storage, as far as JSON of up to 1 MiB can hold it; a larger

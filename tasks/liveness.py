@@ -1,6 +1,6 @@
 """Whether a run is alive, by its storage, the machine of its leader and Prefect.
 
-`may_be_led`: an attempt may be under way. `is_being_trained`: one may be under way, or its flow run may start another.
+`may_be_led`: an attempt may be under way, or a retry of it. `is_being_trained`: also if it has failed for good.
 """
 
 from collections.abc import Iterator
@@ -43,21 +43,30 @@ def is_being_trained(store: CheckpointStore) -> bool:
 
 
 def may_be_led(status: AttemptStatus) -> bool:
-    """Return whether the attempt may be under way; asks Prefect only where the storage and the machine do not show its end.
+    """Return whether the attempt may be under way, or its flow run may start another one after it.
+
+    Asks Prefect only where the storage and the machine do not show its end.
 
     Raises:
         httpx.HTTPError: If Prefect's API is unavailable.
 
     """
-    flow_run_id = status.attempt.owner.flow_run_id
-    return status.may_be_alive and not (flow_run_id is not None and has_ended(flow_run_id))
+    flow_run_id, outcome = status.attempt.owner.flow_run_id, status.outcome
+    if status.may_be_alive:
+        return flow_run_id is None or not has_ended(flow_run_id)
+    may_be_retried = outcome is not None and outcome.ending in ("failed", "preempted") and outcome.kind != "final"
+    return may_be_retried and not status.is_process_gone and flow_run_id is not None and has_ended(flow_run_id) is False
 
 
 def has_ended(flow_run_id: str) -> bool | None:
     """Return whether a flow run has ended; None if Prefect does not know it: it belongs to another server and may be alive."""
+    try:
+        known_id = UUID(flow_run_id)
+    except ValueError:  # not of Prefect
+        return None
     with get_client(sync_client=True) as client:
         try:
-            state = client.read_flow_run(UUID(flow_run_id)).state
+            state = client.read_flow_run(known_id).state
         except ObjectNotFound:
             return None
     return state is not None and state.is_final()

@@ -19,7 +19,7 @@ from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.partition import Partition
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_first
+from prefect_torch.tasks.rank.failures import cause_of
 from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -161,10 +161,10 @@ class Gang:
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if left is not None and (key_value.check(CUT_SHORT_KEY) or not self._has_completed()):
             if failures:  # the machine's end may be its cause; otherwise it occurs again
-                get_run_logger().warning("a rank failed meanwhile: %s", cause_first(failures)[0])
+                get_run_logger().warning("a rank failed meanwhile: %s", cause_of(failures))
             raise left
         if failures:
-            raise cause_first(failures)[0]
+            raise cause_of(failures)
         if stopped := [str(self._groups[number]) for number in outcomes if not self._futures[number].state.is_completed()]:
             raise RankFailedError(f"rank {show_some(stopped)} was stopped, and no rank has said why", None, "infrastructure")
         self.is_cut_short = self._is_regrowing and key_value.check(CUT_SHORT_KEY)

@@ -9,7 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
-from prefect_torch.tasks.rank.failures import cause_first
+from prefect_torch.tasks.rank.failures import cause_of
 from prefect_torch.tasks.rank.rendezvous import connect
 from prefect_torch.tasks.rank.spec import RankSpec
 
@@ -45,7 +45,7 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
     """
     connected: Future[KeyValue] = Future()
     heartbeat = Heartbeat(connected.result, group.ranks[0])
-    with ThreadPoolExecutor(len(group.specs), "ranks") as pool:
+    with ThreadPoolExecutor(len(group.specs), "ranks") as pool, heartbeat.kept_up():
 
         def run(spec: RankSpec) -> Any:
             prefix = f"rank {spec.rank}: "
@@ -68,5 +68,6 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
 def _combine(outcomes: Iterable[Any]) -> State[Any] | None:
     """Return the state of the rank that failed first, else that of a stopped rank; None if all returned."""
     states = [outcome for outcome in outcomes if isinstance(outcome, State)]
-    causes = cause_first(state.data for state in states if isinstance(state.data, BaseException))
-    return next((state for state in states if causes and state.data is causes[0]), next(iter(states), None))
+    failures = [state.data for state in states if isinstance(state.data, BaseException)]
+    cause = cause_of(failures) if failures else None
+    return next((state for state in states if cause is not None and state.data is cause), next(iter(states), None))

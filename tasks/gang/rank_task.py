@@ -2,8 +2,10 @@
 
 import math
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -100,7 +102,9 @@ def train_rank(
 
     """
     connected = cache(partial(connect, spec.rendezvous))
-    return run_rank(spec, machine, stop or StopOrder(), Heartbeat(connected, spec.rank), log or RankLog(spec.rank))
+    heartbeat = Heartbeat(connected, spec.rank)
+    with heartbeat.kept_up():
+        return run_rank(spec, machine, stop or StopOrder(), heartbeat, log or RankLog(spec.rank))
 
 
 class Heartbeat:
@@ -123,6 +127,22 @@ class Heartbeat:
         if now_s >= self._due_s:
             self._due_s = now_s + RANK_HEARTBEAT_S
             self.connected().add(self._key, 1)
+
+    @contextmanager
+    def kept_up(self) -> Iterator[None]:
+        """Send heartbeats from another thread within the context, too: a terminal that nobody reads blocks whoever logs."""
+        ended = threading.Event()
+
+        def beat() -> None:
+            with suppress(Exception):  # the supervisor's own heartbeat raises it, too
+                while not ended.wait(RANK_HEARTBEAT_S):
+                    self()
+
+        threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 def run_rank(spec: RankSpec, machine: Machine | None, stop: StopOrder, heartbeat: Heartbeat, log: RankLog) -> Any:

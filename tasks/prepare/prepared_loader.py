@@ -83,9 +83,13 @@ class PreparedDataLoader(DataLoader[Any]):
         sampler = distributed_sampler(self)
         if sampler is None:
             return
-        if sampler.epoch == vars(self)["_begun_epoch"]:  # otherwise the epoch was set
+        if isinstance(sampler.epoch, _BegunEpoch) and sampler.epoch == vars(self)["_begun_epoch"]:
             sampler.set_epoch(sampler.epoch + 1)
-        vars(self)["_begun_epoch"] = sampler.epoch
+        vars(self)["_begun_epoch"] = sampler.epoch = _BegunEpoch(sampler.epoch)
+
+
+class _BegunEpoch(int):
+    """The epoch of a sampler since an iteration began; `set_epoch`, also the sampler's own, replaces it by a plain number."""
 
 
 @contextmanager

@@ -162,7 +162,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = distributed_sampler(self)
-        epoch = vars(self)["_epoch"] = self.epoch if sampler is None else sampler.epoch
+        epoch = vars(self)["_epoch"] = self.epoch if sampler is None else int(sampler.epoch)
         yield from batches
         vars(self)["_epoch"] = epoch + 1
 
@@ -193,7 +193,7 @@ class _Iteration:
     def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
-        self.position = Position(sampler.epoch, sampler.start)
+        self.position = Position(int(sampler.epoch), sampler.start)
 
     def has_batch(self) -> bool:
         """Return whether a batch is left of this epoch."""

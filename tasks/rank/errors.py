@@ -21,6 +21,7 @@ class RankFailedError(RuntimeError):
         original: The exception of the rank, where this process could rebuild it.
         traceback: The rank's own traceback, of the training function's frames; empty if its process died.
         was_killed: Whether SIGKILL ended its process, which another rank's failure does not cause.
+        others: The failures of other ranks of the attempt that this one did not cause, as far as they became known.
 
     """
 
@@ -40,6 +41,7 @@ class RankFailedError(RuntimeError):
         self.original = original
         self.traceback = traceback
         self.was_killed = was_killed
+        self.others: tuple[RankFailedError, ...] = ()
 
     def __reduce__(self) -> tuple[type, tuple[object, ...], dict[str, object]]:
         original = self.original
@@ -47,7 +49,8 @@ class RankFailedError(RuntimeError):
         if original is not None and original.__cause__ is self and type(original) in copyreg.dispatch_table:
             original = copy.copy(original)
             original.__cause__ = original.__context__ = None
-        return type(self), (str(self), self.rank, self.kind, original, self.traceback), {"was_killed": self.was_killed}
+        state: dict[str, object] = {"was_killed": self.was_killed, "others": self.others}
+        return type(self), (str(self), self.rank, self.kind, original, self.traceback), state
 
 
 class RestartsUsedUpError(RuntimeError):

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
+from itertools import chain
 from pathlib import Path
 from traceback import walk_tb
 from typing import TypeGuard
@@ -161,6 +162,15 @@ def cause_first(failures: Iterable[BaseException]) -> list[BaseException]:
     """Return failures of one attempt, the most probable cause first; those that are no rank's own failure come last."""
     order = list(_BUDGETS)
     return sorted(failures, key=lambda it: order.index(it.kind) if isinstance(it, RankFailedError) else len(order))
+
+
+def cause_of(failures: Iterable[BaseException]) -> BaseException:
+    """Return the most probable cause of failures of one attempt; as `others`, it has those that it did not cause."""
+    first, *rest = cause_first(failures)
+    if isinstance(first, RankFailedError):
+        known = [first.others, *((it, *it.others) for it in rest if isinstance(it, RankFailedError))]
+        first.others = tuple(it for it in chain(*known) if it.rank is not None and it.kind not in CONSEQUENCES)
+    return first
 
 
 def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from prefect_torch.ckpt import RunBusyError, StorageError
+from prefect_torch.ckpt import FencedError, RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -32,12 +32,14 @@ def claim_leadership(
 
     Raises:
         RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
+        FencedError: If a later process of the same flow run has taken over from this one.
         ValueError: If the run is a sweep and a training is to begin, or the other way round.
 
     """
 
     def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
         refuse_other_kind(run, previous, is_sweep=is_sweep)
+        _refuse_if_overtaken(run, previous, owner)
         return claim(previous, known)
 
     if takeover:
@@ -45,6 +47,17 @@ def claim_leadership(
         if previous is None or _are_tries_of_one(previous.owner, owner) or not _has_led(run, owner):
             return claim_after(previous, None)
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
+
+
+def _refuse_if_overtaken(run: Run, previous: Attempt | None, owner: Owner) -> None:
+    """Raise FencedError if this process has led the run before, and a later one of the same flow run has since."""
+    if previous is None or previous.owner.flow_run_id != owner.flow_run_id or previous.owner.is_same_process(owner):
+        return
+    if any(attempt.owner.is_same_process(owner) for attempt in list_attempts(run)):
+        raise FencedError(
+            f"another process of this flow run, {previous.owner.pid} on {previous.owner.machine}, leads run {run.name!r} since "
+            f"{previous.claimed_at}, so this one does not go on"
+        )
 
 
 def _has_led(run: Run, owner: Owner) -> bool:

@@ -52,7 +52,7 @@ def end_left_task_runs(previous: Attempt, owner: Owner, run: str) -> None:
     try:
         with impatient_client() as client:
             end_task_runs(client, UUID(left.flow_run_id), f"{leader} was killed, and its ranks with it", is_left)
-    except (httpx.HTTPError, PrefectHTTPStatusError) as exc:
+    except (httpx.HTTPError, PrefectHTTPStatusError, ValueError) as exc:  # the last is for an id that is not of Prefect
         get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)
 
 

@@ -18,6 +18,7 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, record_world_size
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json
@@ -47,6 +48,7 @@ from .start import Start, choose_start, claim
 
 _FLUSH_S = 30.0
 _MAX_RETURN_BYTES = 1 << 20
+_MOST_TRACEBACKS = 16  # of hundreds of ranks that raise the same
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
@@ -125,6 +127,7 @@ class _Leader:
         try:
             self._gpus.take(self._termination.raise_if_requested)
             with self._lend() as lease:
+                check_fence(self._store, claimed.number)  # it may have waited for hours, and another flow run trains by now
                 if self._job.working_dir is not None:
                     self._job.working_dir.store(self._store)
                 num_ranks = num_ranks_here(self._job.scaling, self._gpus) if lease is None else sum(lease.num_ranks)
@@ -278,11 +281,17 @@ def _terminated_by(termination: Termination, grace_s: float) -> str:
 
 def _failure(claimed: Attempt, error: Exception) -> Outcome:
     if isinstance(error, RankFailedError):
-        message = "\n\n".join(filter(None, [str(error), error.traceback]))
-        errors = {} if error.rank is None else {str(error.rank): message}
+        message = _with_own_traceback(error)
+        of_ranks = [it for it in (error, *error.others) if it.rank is not None]
+        told = [_with_own_traceback(it) if number < _MOST_TRACEBACKS else str(it) for number, it in enumerate(of_ranks)]
+        errors = {str(it.rank): text for it, text in zip(of_ranks, told, strict=True)}
     else:
         message, errors = repr(error), {}
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
+
+
+def _with_own_traceback(error: RankFailedError) -> str:
+    return "\n\n".join(filter(None, [str(error), error.traceback]))
 
 
 def _first_rank(

@@ -207,7 +207,18 @@ def test_a_training_in_pods(tmp_path, run, monkeypatch, knows_job_sets):
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
     try:
         cluster = KubernetesCluster(
-            image="own/image:1", limits={"cpu": "1"}, leader_address=LOOPBACK, environment=WITHOUT_COMPILER
+            image="own/image:1",
+            limits={"cpu": "1"},
+            leader_address=LOOPBACK,
+            environment=WITHOUT_COMPILER,
+            pod_spec={
+                "serviceAccountName": "trainings",
+                "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}}],
+            },
+            container_spec={
+                "env": [{"name": "OF_THE_POD", "value": "yes"}],
+                "volumeMounts": [{"name": "shared", "mountPath": "/shared"}],
+            },
         )
         result = train("trainings:train_epochs", {"epochs": 1}, ScalingConfig(num_workers=2, cluster=cluster), run)
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from forked_programs import started_as_usual
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
@@ -120,6 +121,19 @@ def test_without_restarts_left_the_last_error_is_raised_and_the_result_stays_rea
     assert isinstance(result.error, TrainingFailedError)
     assert result.errors.keys() == {1}
     assert "boom from the training" in result.errors[1]
+
+
+def test_each_rank_that_failed_by_itself_is_told(run):
+    def fail_together():
+        dist.barrier()
+        rank = get_context().world_rank
+        raise ValueError(f"the data of rank {rank}")
+
+    with pytest.raises(ValueError, match="the data of rank"):
+        train(fail_together, scaling=TWO, run=run)
+    errors = Result.from_storage(run.storage, "run").errors
+    assert errors.keys() == {0, 1}
+    assert all(f"the data of rank {rank}" in error and "in fail_together" in error for rank, error in errors.items())
 
 
 def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):

@@ -229,8 +229,10 @@ class KubernetesServer:
             }
             values = {}
             for variable in container["env"]:
-                source = variable["valueFrom"]
-                if "fieldRef" in source:
+                source = variable.get("valueFrom", {})
+                if "value" in variable:
+                    values[variable["name"]] = variable["value"]
+                elif "fieldRef" in source:
                     values[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
                 else:
                     assert source["secretKeyRef"]["name"] == secret["metadata"]["name"]

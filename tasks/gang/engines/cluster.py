@@ -91,13 +91,15 @@ class Cluster(BaseModel, ABC):
     not_for_ranks: ClassVar[tuple[str, ...]] = ()
     # Whether a request waits up to `wait_s` for machines, as in a queue; otherwise `wait_s` begins after the first request.
     waits_itself: ClassVar[bool] = False
+    _usual_wait_s: ClassVar[float] = 60.0
 
-    wait_s: float = Field(
-        default=60.0,
+    wait_s: float | None = Field(
+        default=None,
         ge=0,
         le=1e9,
         title="Wait (seconds)",
-        description="How long to wait for machines, once it is known that there is room for too few ranks.",
+        description="How long to wait for machines while there is room for too few ranks. When empty, a minute; in Kubernetes, "
+        "ten, images included; in Slurm's queue, a day.",
     )
     leader_address: str | None = Field(
         default=None,
@@ -119,6 +121,16 @@ class Cluster(BaseModel, ABC):
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"environment has {name!r}, which no process can have: a name is text without '='")
         return variables
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long to wait for the machines of one request."""
+        return self.asks_for_s
+
+    @property
+    def asks_for_s(self) -> float:
+        """How long to request machines again from a cluster that has answered with too few."""
+        return self._usual_wait_s if self.wait_s is None else self.wait_s
 
     @abstractmethod
     def lend(self, wanted: MachineRequest, agents: Agents) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from .client_process import check_client
 from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_NOT_FOUND = 404
+_RIGHTS = (
+    "the flow's service account must be allowed to create and delete jobs and jobsets, to create secrets, and to get and list "
+    "pods"
+)
+# For a connection, and for each byte of a response: without limits, the client waits forever for an answer that was lost.
+_TIMES: dict[str, Any] = {"_request_timeout": (10.0, 30.0)}
+_DELETION: dict[str, Any] = {"propagation_policy": "Background", **_TIMES}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
 
 
@@ -45,18 +52,18 @@ class KubernetesApi:
         self._core, self._batch = kubernetes.client.CoreV1Api(), kubernetes.client.BatchV1Api()
         self._custom = kubernetes.client.CustomObjectsApi()
         with self._explained():
-            groups = kubernetes.client.ApisApi().get_api_versions().groups
+            groups = kubernetes.client.ApisApi().get_api_versions(**_TIMES).groups
         self._has_job_sets = any(group.name == JOB_SET_GROUP for group in groups)
 
     def own_image(self) -> str:
         """Return the image of the flow's own pod.
 
         Raises:
-            NotEnoughMachinesError: If the flow does not run in a pod.
+            ValueError: If the flow does not run in a pod.
 
         """
         if not self._inside:
-            raise NotEnoughMachinesError("KubernetesCluster(image=...) is needed, since this flow does not run in a pod")
+            raise ValueError("KubernetesCluster(image=...) is needed, since this flow does not run in a pod")
         with self._explained():
             return str(self._own_pod().spec.containers[0].image)
 
@@ -77,27 +84,27 @@ class KubernetesApi:
         """
         with self._explained():
             if self._has_job_sets:
-                made = self._custom.create_namespaced_custom_object(*self._job_sets(), job_set(pods))
+                made = self._custom.create_namespaced_custom_object(*self._job_sets(), job_set(pods), **_TIMES)
             else:
-                created = self._batch.create_namespaced_job(self._namespace, job(pods))
+                created = self._batch.create_namespaced_job(self._namespace, job(pods), **_TIMES)
                 made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": pods.name, "uid": created.metadata.uid}}
-            self._core.create_namespaced_secret(self._namespace, secret(pods, key, made))
+            self._core.create_namespaced_secret(self._namespace, secret(pods, key, made), **_TIMES)
 
     def delete(self, pods: AgentPods) -> None:
         """Delete the Job or JobSet, and with it its pods and the Secret; only log a failure, lest it hide another error."""
         try:
             if self._has_job_sets:
-                self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, propagation_policy="Background")
+                self._custom.delete_namespaced_custom_object(*self._job_sets(), pods.name, **_DELETION)
             else:
-                self._batch.delete_namespaced_job(pods.name, self._namespace, propagation_policy="Background")
+                self._batch.delete_namespaced_job(pods.name, self._namespace, **_DELETION)
         except self.errors as exc:
-            if getattr(exc, "status", None) != _NOT_FOUND:  # if not found, it has been deleted already
+            if getattr(exc, "status", None) != HTTPStatus.NOT_FOUND:  # if not found, it has been deleted already
                 get_run_logger().warning("%s could not be deleted from Kubernetes: %s", pods.name, exc)
 
     def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
         """Return, by the pod's number, why a pod does not run yet, and whether it never will."""
         found = {}
-        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}").items:
+        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **_TIMES).items:
             number = int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1))
             for status in pod.status.container_statuses or []:
                 waiting = status.state.waiting
@@ -116,10 +123,11 @@ class KubernetesApi:
         try:
             yield
         except self.errors as exc:
-            raise NotEnoughMachinesError(f"Kubernetes gives no machines: {exc}") from exc
+            advice = f"; {_RIGHTS}" if getattr(exc, "status", None) == HTTPStatus.FORBIDDEN else ""
+            raise NotEnoughMachinesError(f"Kubernetes gives no machines: {exc}{advice}") from exc
 
     def _job_sets(self) -> tuple[str, str, str, str]:
         return JOB_SET_GROUP, JOB_SET_VERSION, self._namespace, "jobsets"
 
     def _own_pod(self) -> Any:
-        return self._core.read_namespaced_pod(os.environ["HOSTNAME"], self._own_namespace)
+        return self._core.read_namespaced_pod(os.environ["HOSTNAME"], self._own_namespace, **_TIMES)

@@ -2,12 +2,12 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from secrets import token_hex
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .cluster import Agents, Cluster, MachineRequest
 from .kubernetes_api import KubernetesApi
@@ -19,15 +19,14 @@ _POLL_S = 2.0
 class KubernetesCluster(Cluster):
     """Pods of a Job that is created for each attempt: a JobSet where the cluster supports JobSets, else an Indexed Job.
 
-    Needs the extra `kubernetes`, and a service account that may create and delete jobs, jobsets and secrets, and list pods.
+    Needs the extra `kubernetes`, and a service account of the flow that may create and delete jobs and jobsets, create secrets,
+    and get and list pods. The pods may run on machines that are tainted with one of their resources, such as nvidia.com/gpu.
     """
 
     waits_itself: ClassVar[bool] = True
+    _usual_wait_s: ClassVar[float] = 600.0
 
     kind: Literal["kubernetes"] = "kubernetes"
-    wait_s: float = Field(
-        default=600.0, ge=0, le=1e9, title="Wait (seconds)", description="How long pods may take to start, images included."
-    )
     image: str | None = Field(default=None, title="Image", description="The image of the flow's own pod when empty.")
     namespace: str | None = Field(default=None, title="Namespace", description="That of the flow's own pod when empty.")
     ranks_per_pod: int = Field(default=1, ge=1, title="Ranks per pod", description="For how many ranks a pod has room.")
@@ -39,6 +38,27 @@ class KubernetesCluster(Cluster):
     termination_grace_s: int = Field(
         default=60, ge=0, title="Termination grace (seconds)", description="More than grace_s, the grace of the ranks."
     )
+
+    pod_spec: dict[str, Any] = Field(
+        default={},
+        title="Pod specification",
+        description="More fields of the pods, as in Kubernetes' manifests: serviceAccountName, tolerations, volumes and so on.",
+    )
+    container_spec: dict[str, Any] = Field(
+        default={},
+        title="Container specification",
+        description="More fields of the pods' container: volumeMounts, env, resources and so on.",
+    )
+
+    @field_validator("pod_spec")
+    @classmethod
+    def _check_pod(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return _without(("containers", "restartPolicy", "terminationGracePeriodSeconds"), "pod_spec", fields)
+
+    @field_validator("container_spec")
+    @classmethod
+    def _check_container(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return _without(("name", "image", "command", "args"), "container_spec", fields)
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
@@ -54,6 +74,8 @@ class KubernetesCluster(Cluster):
             avoid=sorted(set(map(machine_of, wanted.avoid - wanted.in_use))),
             shared_memory=self.shared_memory,
             grace_s=self.termination_grace_s,
+            pod_spec=self.pod_spec,
+            container_spec=self.container_spec,
             owner=cluster.own_reference(),
         )
         for number in range(pods.num_pods):
@@ -73,6 +95,12 @@ class KubernetesCluster(Cluster):
     def expected_name(self, agent: str) -> str:
         """Return the name of the agent's pod; the agent's own has the machine, which Kubernetes chooses after the request."""
         return pod_of(agent)
+
+
+def _without(ours: Sequence[str], name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(fields.keys() & set(ours)):
+        raise ValueError(f"{name} has {', '.join(taken)}, which this package sets: use the other fields of KubernetesCluster")
+    return fields
 
 
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:

@@ -1,7 +1,7 @@
 """The manifests of the pods that run agents: an Indexed Job, alone or in a JobSet."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .agent_process import AGENT
@@ -27,6 +27,8 @@ class AgentPods:
         shared_memory: The size of /dev/shm, through which loaders' workers and NCCL exchange data.
         grace_s: How long a pod may take to end: the grace of the ranks.
         owner: A reference to the flow's pod, with which Kubernetes deletes the Job; None without an owner.
+        pod_spec: More fields of a pod; lists are appended to those made here.
+        container_spec: More fields of its container, likewise.
 
     """
 
@@ -40,6 +42,8 @@ class AgentPods:
     shared_memory: str
     grace_s: int
     owner: Mapping[str, str] | None
+    pod_spec: Mapping[str, Any] = field(default_factory=dict)
+    container_spec: Mapping[str, Any] = field(default_factory=dict)
 
 
 def job(pods: AgentPods) -> dict[str, Any]:
@@ -114,25 +118,37 @@ def _metadata(pods: AgentPods) -> dict[str, Any]:
 def _pod(pods: AgentPods) -> dict[str, Any]:
     elsewhere = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(pods.avoid)}]}
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [elsewhere]}}
-    return {
+    made = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace_s,
         "nodeSelector": dict(pods.node_selector),
         **({"affinity": {"nodeAffinity": required}} if pods.avoid else {}),
-        "containers": [
-            {
-                "name": "agent",
-                "image": pods.image,
-                "command": ["python", "-m", AGENT],
-                "args": [*pods.arguments, "--name", "$(NODE_NAME)/$(INDEX)"],
-                "env": [
-                    {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-                    {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
-                    {"name": "PREFECT_TORCH_AGENT_KEY", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": KEY}}},
-                ],
-                "resources": {"limits": dict(pods.limits)},
-                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - in the pod
-            }
-        ],
+        "tolerations": [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in pods.limits if "/" in name],
+        "containers": [_merged(_container(pods), pods.container_spec)],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}],
     }
+    merged: dict[str, Any] = _merged(made, pods.pod_spec)
+    return merged
+
+
+def _container(pods: AgentPods) -> dict[str, Any]:
+    return {
+        "name": "agent",
+        "image": pods.image,
+        "command": ["python", "-m", AGENT],
+        "args": [*pods.arguments, "--name", "$(NODE_NAME)/$(INDEX)"],
+        "env": [
+            {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+            {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            {"name": "PREFECT_TORCH_AGENT_KEY", "valueFrom": {"secretKeyRef": {"name": pods.name, "key": KEY}}},
+        ],
+        "resources": {"limits": dict(pods.limits)},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - in the pod
+    }
+
+
+def _merged(made: Any, given: Any) -> Any:
+    """Return `made` with the fields of `given`: mappings are merged, lists are appended, other values replace those made."""
+    if isinstance(made, Mapping) and isinstance(given, Mapping):
+        return {**made, **{name: _merged(made.get(name), value) for name, value in given.items()}}
+    return [*made, *given] if isinstance(made, list) and isinstance(given, list) else given

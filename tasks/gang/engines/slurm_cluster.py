@@ -22,6 +22,7 @@ _JOB_NAME = "--job-name="
 _END_S = 3.0  # longer than the agents, srun and its allocation take to end
 _POLL_S = 0.5
 _ANSWER_S = 30.0
+_QUEUE_S = 86400.0
 _ENDS_BY_ITSELF = {"", "COMPLETING"}
 
 
@@ -54,12 +55,17 @@ class SlurmCluster(Cluster):
         default=sys.executable, title="Python", description="The interpreter on the machines. The flow's own path by default."
     )
 
+    @property
+    def longest_wait_s(self) -> float:
+        """How long to wait for the machines of one request, by default a day in Slurm's queue."""
+        return _QUEUE_S if self.wait_s is None and _machines_of_job() is None else self.asks_for_s
+
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Start one agent on each machine by one srun, which waits for the allocation."""
         slots = self.ranks_per_node or self.gpus_per_node or 1
-        in_job = os.environ.get("SLURM_JOB_NUM_NODES")
-        nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, int(in_job))
+        in_job = _machines_of_job()
+        nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, in_job)
         program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
         name = None if in_job is not None else self._job_name()
         command = shlex.join([*self._srun(nodes, wanted, name), *program])
@@ -128,6 +134,12 @@ def _end_allocation(name: str) -> None:
 
 def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_ANSWER_S).stdout.strip()
+
+
+def _machines_of_job() -> int | None:
+    """Return how many machines the job has in which this process runs; None outside of a job."""
+    number = os.environ.get("SLURM_JOB_NUM_NODES")
+    return None if number is None else int(number)
 
 
 def _nodes(wanted: MachineRequest, slots: int) -> str:

@@ -68,15 +68,16 @@ class AgentListener:
     def _greet(self, connection: socket.socket) -> None:
         number = connection.fileno()
         try:
-            link = greet_agent(connection, self._key, _GREETING_S, SILENT_S)
-            hello, _ = link.receive()
+            try:
+                link = greet_agent(connection, self._key, _GREETING_S, SILENT_S)
+            finally:
+                with self._changing:
+                    if self._unknown.get(number) is connection:
+                        del self._unknown[number]
+            hello, _ = link.receive()  # an agent takes the GPUs first, which may last for seconds
         except LinkError:
             connection.close()
             return
-        finally:
-            with self._changing:
-                if self._unknown.get(number) is connection:
-                    del self._unknown[number]
         self._accept(link, hello)
 
 

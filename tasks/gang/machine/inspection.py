@@ -58,6 +58,7 @@ def inspect_machines(cluster: Cluster, num_ranks: int, storage: StorageSpec | No
 
     """
     wanted = MachineRequest(1, num_ranks, use_gpu=False, avoid=frozenset())
+    cluster = cluster.model_copy(update={"wait_s": cluster.asks_for_s})  # somebody is waiting, who may not want to for a day
     with _written(storage) as key, gather(cluster, wanted) as gathering, _listening(gathering.host) as leader:
         machines = gathering.wait(lambda: None, everyone=True)
         ports = {machine.name: Address(machine.address, machine.port) for machine in machines if machine.port is not None}

@@ -151,7 +151,7 @@ class Machines:
 
     def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         avoid = self._lost_lately()
-        wait_s = self._cluster.wait_s
+        wait_s = self._cluster.asks_for_s
         deadline_s = time.monotonic() + wait_s if self._cluster.waits_itself else None
         while True:
             wanted = MachineRequest(self._fewest, self._most, self._use_gpu, avoid)
@@ -171,6 +171,7 @@ class Machines:
                 avoid = frozenset()  # a machine that was lost is better than none
             else:
                 _sleep(_AGAIN_S, raise_if_requested)
+                avoid = frozenset(self._lost)  # a request for all machines may have failed because one is still gone
 
     def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         gathering = tried.enter_context(gather(self._cluster, wanted, prepares=True))

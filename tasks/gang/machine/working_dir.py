@@ -1,5 +1,6 @@
 """The user's working directory as an archive, which is copied to every machine."""
 
+import hashlib
 import io
 import os
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 import xxhash
 from prefect.utilities.filesystem import filter_files
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
 
@@ -39,16 +41,17 @@ class WorkingDirectory:
     archive: bytes = field(repr=False)
 
     def store(self, run: Run) -> None:
-        """Store the archive beside the run unless it exists, and delete the former ones of this training or evaluation.
+        """Store the archive beside the run, and delete the former ones of this training or evaluation.
+
+        One that is there may be torn by a kill, or damaged, so it is replaced.
 
         Raises:
             StorageError, OSError: If the storage fails.
 
         """
-        key = run.layout.code(self.stored.digest, self.stored.evaluation)
+        key = run.layout.code(self.stored.sha256, self.stored.evaluation)
         there = run.keys(run.layout.codes(self.stored.evaluation))
-        if key not in there:
-            run.storage.put_bytes(key, self.archive)
+        run.storage.put_bytes(key, self.archive)
         if former := set(there) - {key}:
             run.storage.delete(former)  # the ranks of older attempts are fenced
 
@@ -62,19 +65,24 @@ def pack_directory(directory: str, storage: str, evaluation: str | None = None) 
         evaluation: The name of the evaluation whose ranks run in it; None for those of a training.
 
     Raises:
-        ValueError: If there is no such directory, or its files have more than 100 MiB.
+        ValueError: If there is no such directory, its files have more than 100 MiB, or it is the storage itself.
 
     """
-    root = Path(directory).expanduser().resolve()
+    root, storage = Path(directory).expanduser().resolve(), canonical(storage)
     if not root.is_dir():
         raise ValueError(f"working_dir={directory!r}: there is no directory {root}")
+    if str(root) == storage:
+        raise ValueError(
+            f"working_dir={directory!r} is the storage, whose checkpoints are not code: store them in a directory below"
+        )
     if str(root) not in sys.path:
         sys.path.append(str(root))  # so that a function in one of its modules is found here, too
     sizes = {path: path.stat().st_size for path in _files(root, storage)}
     if sum(sizes.values()) > _MOST_BYTES:
         raise ValueError(_explain_size(root, sizes))
     archive = _pack(root, sorted(sizes))
-    stored = StoredDirectory(str(root), len(archive), xxhash.xxh3_128_hexdigest(archive), evaluation)
+    sha256 = hashlib.sha256(archive).hexdigest()
+    stored = StoredDirectory(str(root), len(archive), xxhash.xxh3_128_hexdigest(archive), sha256, evaluation)
     return WorkingDirectory(stored, archive)
 
 

@@ -133,8 +133,8 @@ def _dump_error(exc: BaseException) -> bytes | None:
     try:
         pickled = dump_on_cpu(exc)
         rebuilt = pickle.loads(pickled)  # noqa: S301 - many exceptions pickle but do not unpickle
-        # Prefect cannot store a state whose text holds a lone surrogate, which does not encode, nor one of many megabytes.
-        is_shown = all(len(show(rebuilt).encode()) <= _MOST_TEXT for show in (str, repr))
+        # Prefect cannot store a state whose text holds a lone surrogate or a NUL, nor one of many megabytes.
+        is_shown = all(encodable(text) == text and len(text) <= _MOST_TEXT for text in (str(rebuilt), repr(rebuilt)))
     except Exception:  # noqa: BLE001 - the exception determines the type
         return None
     return pickled if is_shown else None

@@ -3,6 +3,7 @@
 A copy is unpacked once per machine, and shared by the ranks there.
 """
 
+import hashlib
 import os
 import shutil
 import stat
@@ -19,11 +20,14 @@ from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.files.cache import downloaded
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
+from prefect_torch.ckpt.storage.protocol import Storage
 
 from .function import PackedFunction
 
 _ARCHIVE = "code.zip"
 _PERMISSIONS = 0o777
+_PIECE_BYTES = 1 << 20
 
 
 def enter_paths(function: PackedFunction, *, is_elsewhere: bool) -> None:
@@ -47,7 +51,9 @@ class StoredDirectory:
     Attributes:
         root: The directory on the flow's machine.
         bytes: The size of the archive.
-        digest: xxh3-128 of the archive, by which it is named.
+        digest: xxh3-128 of the archive, as of all that is transferred.
+        sha256: SHA-256 of the archive, by which it is named. Only what the leader has packed is executed, whoever may write to
+            the storage: data of a wanted xxh3 are easily made.
         evaluation: The name of the evaluation that it belongs to; None for a training, whose archives are stored apart: each
             deletes its former ones, and both may run at the same time.
 
@@ -56,6 +62,7 @@ class StoredDirectory:
     root: str
     bytes: int
     digest: str
+    sha256: str
     evaluation: str | None = None
 
 
@@ -78,13 +85,21 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
     stored = Run.open(storage, run)
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
-    def download(_: str, path: Path) -> None:
-        with _full_disk_explained(path):
-            got = stored.storage.get_file(stored.layout.code(directory.digest, directory.evaluation), path)
-        if (got.bytes, got.digest) != (directory.bytes, directory.digest):
-            raise CheckpointCorruptError(f"the archive of working_dir in {stored.path} is not what was stored")
+    key = stored.layout.code(directory.sha256, directory.evaluation)
 
-    with downloaded(f"code {directory.digest}", {_ARCHIVE: entry}, download) as files:
+    def download(_: str, path: Path) -> None:
+        def download_once(storage: Storage) -> None:
+            with _full_disk_explained(path):
+                got = storage.get_file(key, path)
+            if (got.bytes, got.digest) != (directory.bytes, directory.digest) or _sha256_of(path) != directory.sha256:
+                found = f"{got.bytes} bytes with digest {got.digest}"
+                raise CheckpointCorruptError(
+                    f"the archive of working_dir in {storage.url}/{key} is not what was stored: {found}"
+                )
+
+        confirm_damage(stored.storage, download_once)
+
+    with downloaded(f"code {directory.sha256}", {_ARCHIVE: entry}, download) as files:
         target = files.parent / "unpacked"
         with FileLock(files.parent / "unpacked.lock", thread_local=False):
             if not target.exists():
@@ -92,6 +107,14 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
                     _unpack(files / _ARCHIVE, files.parent / "unpacking")
                 (files.parent / "unpacking").rename(target)
         yield target
+
+
+def _sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def within(function: PackedFunction, root: str, copy: Path) -> PackedFunction:

@@ -199,6 +199,17 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     assert not (tmp_path / "cancelled").exists()
 
 
+def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
+    def waits(cluster):
+        return cluster.longest_wait_s, cluster.asks_for_s
+
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=5))) == ((86400, 60), (5, 5))
+    assert (waits(KubernetesCluster()), waits(RayCluster()), waits(RayCluster(wait_s=0))) == ((600, 600), (60, 60), (0, 0))
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=500))) == ((60, 60), (500, 500))
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkeypatch, is_killed):
     """Its srun waits for the agent of a machine that was lost as well; the leader's parent has not waited for it yet."""

@@ -1,11 +1,14 @@
 """What becomes of a training while Kubernetes' API is away; with the real client, and no server."""
 
 import logging
+import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import kubernetes
+import kubernetes_validate
 import pytest
 from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
@@ -16,6 +19,7 @@ from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.link import LinkError
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
+from pydantic import ValidationError
 from servers import free_port
 
 
@@ -43,7 +47,7 @@ def api(monkeypatch):
     configuration.host, configuration.retries = f"http://127.0.0.1:{free_port()}", 0
     client = kubernetes.client.ApiClient(configuration)
     monkeypatch.setattr(kubernetes.config, "load_kube_config", lambda: None)
-    monkeypatch.setattr(kubernetes.client.ApisApi, "get_api_versions", lambda self: SimpleNamespace(groups=[]))
+    monkeypatch.setattr(kubernetes.client.ApisApi, "get_api_versions", lambda self, **_: SimpleNamespace(groups=[]))
     for name in ("CoreV1Api", "BatchV1Api", "CustomObjectsApi"):
         made = getattr(kubernetes.client, name)(client)
         monkeypatch.setattr(kubernetes.client, name, lambda made=made: made)
@@ -63,15 +67,89 @@ def test_an_api_that_is_away_at_the_end_is_told_and_hides_no_result(api, monkeyp
     assert "could not be deleted from Kubernetes" in caplog.text
 
 
+def test_an_api_that_never_answers_holds_no_training_up(api, monkeypatch, caplog):
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
+    monkeypatch.setattr(api, "create", lambda *_: None)
+    for times in (kubernetes_api._TIMES, kubernetes_api._DELETION):
+        assert times["_request_timeout"] == (10.0, 30.0)
+        monkeypatch.setitem(times, "_request_timeout", (0.2, 0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        api._core.api_client.configuration.host = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        begun_s = time.monotonic()
+        with KubernetesCluster(image="image").lend(WANTED, Asked()):
+            time.sleep(0.1)
+        assert time.monotonic() - begun_s < 5
+    assert "could not be deleted from Kubernetes" in caplog.text
+
+
 def test_a_secret_that_is_refused_leaves_no_job_and_the_cluster_is_asked_again(api, monkeypatch):
     called = []
     created = SimpleNamespace(metadata=SimpleNamespace(uid="uid"))
-    monkeypatch.setattr(api._batch, "create_namespaced_job", lambda *_: called.append("create") or created)
+    monkeypatch.setattr(api._batch, "create_namespaced_job", lambda *_, **__: called.append("create") or created)
     monkeypatch.setattr(api._batch, "delete_namespaced_job", lambda *_, **__: called.append("delete"))
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
     with pytest.raises(NotEnoughMachinesError, match="Kubernetes gives no machines"):
         KubernetesCluster(image="image").lend(WANTED, Asked()).__enter__()
     assert called == ["create", "delete"]
+
+
+def test_a_refused_request_names_the_rights_that_are_needed(api, monkeypatch):
+    forbidden = kubernetes.client.ApiException(status=403, reason="Forbidden")
+    monkeypatch.setattr(api._batch, "create_namespaced_job", Mock(side_effect=forbidden))
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
+    with pytest.raises(NotEnoughMachinesError, match="create secrets, and to get and list pods"):
+        KubernetesCluster(image="image").lend(WANTED, Asked()).__enter__()
+
+
+def test_outside_of_a_pod_an_image_is_needed(api, monkeypatch):
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
+    with pytest.raises(ValueError, match=r"KubernetesCluster\(image=\.\.\.\) is needed"):
+        KubernetesCluster().lend(WANTED, Asked()).__enter__()
+
+
+def test_pods_have_the_fields_that_they_are_given_beside_ours(api, monkeypatch):
+    created = []
+    made = SimpleNamespace(metadata=SimpleNamespace(uid="uid"))
+    monkeypatch.setattr(api._batch, "create_namespaced_job", lambda _, job, **__: created.append(job) or made)
+    monkeypatch.setattr(api._batch, "delete_namespaced_job", lambda *_, **__: None)
+    monkeypatch.setattr(api._core, "create_namespaced_secret", lambda *_, **__: None)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
+    spot = {"key": "spot", "operator": "Exists"}
+    cluster = KubernetesCluster(
+        image="image",
+        limits={"nvidia.com/gpu": "8", "memory": "200Gi"},
+        node_selector={"zone": "a"},
+        pod_spec={
+            "serviceAccountName": "trainings",
+            "tolerations": [spot],
+            "nodeSelector": {"gpu": "h100"},
+            "hostNetwork": True,
+        },
+        container_spec={
+            "resources": {"requests": {"cpu": "4"}},
+            "env": [{"name": "A", "value": "1"}],
+            "imagePullPolicy": "Always",
+        },
+    )
+    with cluster.lend(MachineRequest(1, 1, use_gpu=True, avoid=frozenset({"node-1/0"})), Asked()):
+        (job,) = created
+    kubernetes_validate.validate(job, "1.31", strict=True)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}, spot]
+    assert (pod["serviceAccountName"], pod["hostNetwork"], pod["restartPolicy"]) == ("trainings", True, "Never")
+    assert pod["nodeSelector"] == {"zone": "a", "gpu": "h100"}
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8", "memory": "200Gi"}, "requests": {"cpu": "4"}}
+    assert [it["name"] for it in container["env"]] == ["NODE_NAME", "INDEX", "PREFECT_TORCH_AGENT_KEY", "A"]
+    assert container["imagePullPolicy"] == "Always"
+
+
+@pytest.mark.parametrize(
+    ("field", "given"), [("pod_spec", {"containers": []}), ("container_spec", {"image": "x", "command": ["sh"]})]
+)
+def test_a_field_of_the_pods_that_is_ours_is_refused(field, given):
+    with pytest.raises(ValidationError, match=f"{field} has {', '.join(sorted(given))}, which this package sets"):
+        KubernetesCluster(**{field: given})
 
 
 class OpenLink:

@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
+import time
 from contextlib import closing, nullcontext, suppress
 from typing import ClassVar, Literal
 
@@ -11,6 +13,7 @@ import pytest
 from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import Hosts
+from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster
 from prefect_torch.tasks.gang.machine import gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
@@ -98,6 +101,28 @@ def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
             raise RankFailedError("they lost each other", None, "infrastructure")
         with machines.lend(lambda: None) as lease:
             assert second.name not in lease.names
+
+
+class WithoutOne(Cluster):
+    """A cluster that refuses every request for a machine that is gone, as Slurm does within a job."""
+
+    kind: Literal["without-one"] = "without-one"
+
+    def lend(self, wanted, agents):
+        if "gone" not in wanted.avoid:
+            raise NotEnoughMachinesError("gone is not available")
+        agents.run(f"exec {shlex.join([sys.executable, '-m', AGENT, *agents.arguments('here', 1)])}", ["here"])
+        return nullcontext()
+
+
+def test_a_machine_that_is_still_gone_after_minutes_is_left_out_again(monkeypatch):
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(lending, "_AGAIN_S", 0.01)
+    cluster = WithoutOne(leader_address="127.0.0.1", wait_s=20)
+    with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines:
+        machines._lost["gone"] = time.monotonic() - lending._AVOID_S - 1
+        with machines.lend(lambda: None) as lease:
+            assert [machine.name for machine in lease.machines] == ["here"]
 
 
 class Silent(Cluster):

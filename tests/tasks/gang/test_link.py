@@ -173,6 +173,17 @@ def test_a_flood_of_silent_connections_keeps_no_agent_waiting(listener):
         connection.close()
 
 
+def test_hundreds_of_agents_that_all_take_their_time_are_accepted(listener):
+    """They prove the key at once, and say what they have when they have taken their GPUs."""
+    listener, entered = listener
+    greeted = [greet_leader(socket.create_connection((listener.host, listener.port)), "key", 20, 30) for _ in range(300)]
+    for number, link in enumerate(greeted):
+        link.send(hello(f"{number}"))
+    wait_for(lambda: len(entered) == 300)
+    for link in greeted:
+        link.close()
+
+
 def test_a_connection_without_the_key_is_not_accepted(listener):
     listener, entered = listener
     with pytest.raises(LinkError):

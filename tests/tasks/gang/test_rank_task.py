@@ -3,13 +3,30 @@
 import logging
 import pickle
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
+from prefect_servers import wait_until
 from prefect_torch.tasks.gang import rank_task
 from prefect_torch.tasks.gang.rank_logs import RankLog
 from prefect_torch.tasks.gang.stop_order import StopOrder
 from prefect_torch.tasks.rank.spec import RankResult
 from rank_specs import rank_spec
+
+
+def test_a_log_that_nobody_reads_stops_no_heartbeat(monkeypatch):
+    """A terminal that is stopped by Ctrl-S blocks whoever writes to it."""
+    monkeypatch.setattr(rank_task, "RANK_HEARTBEAT_S", 0.01)
+    sent = []
+    store = SimpleNamespace(add=lambda key, by: sent.append(key))
+    heartbeat = rank_task.Heartbeat(lambda: store, 3)
+    with heartbeat.kept_up():
+        wait_until(lambda: len(sent) > 5, "heartbeats", 10, every_s=0.01)
+    time.sleep(0.1)
+    known = len(sent)
+    time.sleep(0.1)
+    assert len(sent) == known
 
 
 class Rank:

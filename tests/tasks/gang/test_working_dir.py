@@ -3,11 +3,12 @@
 import errno
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import CheckpointCorruptError, StorageSpec
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.tasks.gang.machine import working_dir as packing
@@ -68,7 +69,7 @@ def test_the_copy_has_what_belongs_to_the_project(project, spec):
         assert names_in(copy) == [".prefectignore", "pkg/model.py", "train.py"]
 
 
-def test_a_directory_is_stored_once_and_its_former_version_deleted(project, spec, monkeypatch):
+def test_an_equal_directory_has_the_same_name_and_the_former_version_is_deleted(project, spec, monkeypatch):
     run = Run.open(spec, "run")
     put, put_bytes = [], LocalStorage.put_bytes
     monkeypatch.setattr(LocalStorage, "put_bytes", lambda self, key, data: (put.append(key), put_bytes(self, key, data)))
@@ -81,8 +82,46 @@ def test_a_directory_is_stored_once_and_its_former_version_deleted(project, spec
     (project / "train.py").write_text("changed")
     changed = pack_directory(str(project), spec.url)
     changed.store(run)
-    assert put == [f"run/code/{version.stored.digest}.zip" for version in (first, changed)]
-    assert run.keys("run/code/") == [put[1]]
+    assert put == [f"run/code/{version.stored.sha256}.zip" for version in (first, again, changed)]
+    assert run.keys("run/code/") == [put[2]]
+
+
+def test_what_a_kill_left_of_a_put_is_replaced(project, spec):
+    run = Run.open(spec, "run")
+    packed = pack_directory(str(project), spec.url)
+    packed.store(run)
+    (key,) = run.keys("run/code/")
+    run.storage.put_bytes(key, packed.archive[:100])
+    packed.store(run)
+    with unpacked(packed.stored, spec, "run") as copy:
+        assert (copy / "train.py").read_text() == "train.py"
+
+
+def test_an_archive_that_somebody_exchanged_is_not_unpacked(project, spec):
+    """Not even one with the same size and xxh3."""
+    run = Run.open(spec, "run")
+    packed = pack_directory(str(project), spec.url)
+    packed.store(run)
+    (key,) = run.keys("run/code/")
+    (project / "train.py").write_text("exchange")
+    other = pack_directory(str(project), spec.url)
+    assert len(other.archive) == len(packed.archive)
+    run.storage.put_bytes(key, other.archive)
+    for stored in (packed.stored, replace(packed.stored, digest=other.stored.digest)):
+        with pytest.raises(CheckpointCorruptError, match=f"{key} is not what was stored: "), unpacked(stored, spec, "run"):
+            pass
+
+
+@pytest.mark.parametrize("spell", [lambda link: link / "checkpoints", lambda link: link / "pkg/../checkpoints"])
+def test_checkpoints_are_left_out_however_their_directory_is_spelled(project, spec, tmp_path, spell):
+    link = tmp_path / "link"
+    link.symlink_to(project)
+    packed = pack_directory(str(link), str(spell(link)))
+    packed.store(Run.open(spec, "run"))
+    with unpacked(packed.stored, spec, "run") as copy:
+        assert not (copy / "checkpoints").exists()
+    with pytest.raises(ValueError, match="is the storage, whose checkpoints are not code"):
+        pack_directory(str(project), str(link))
 
 
 def test_a_machine_unpacks_once_as_long_as_a_rank_is_there(project, spec, monkeypatch):

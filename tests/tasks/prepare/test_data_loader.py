@@ -80,6 +80,31 @@ def test_an_epoch_that_was_set_is_the_next_and_counts_on(places):
         assert items(by_hand) == epochs[epoch]
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["our sampler", "the user's sampler"])
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_epoch_that_is_set_on_the_sampler_is_the_next_however_often_it_was_iterated_before(places, resumable, is_kept):
+    if is_kept and resumable:
+        pytest.skip("a resumable loader has a sampler of its own")
+
+    def prepared():
+        if is_kept:
+            sampler = DistributedSampler(DATA, 2, 0, shuffle=True)
+            return prepare_data_loader(DataLoader(DATA, batch_size=2, sampler=sampler, collate_fn=collate))
+        return prepare_data_loader(DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=collate), resumable=resumable)
+
+    counted = prepared()
+    epochs = [items(counted) for _ in range(6)]
+    loader = prepared()
+    next(iter(loader))  # as a summary of the model does
+    for epoch in range(5):
+        loader.sampler.set_epoch(epoch)
+        assert [items(loader), items(loader)] == epochs[epoch : epoch + 2]
+    shared = copy.deepcopy(loader)
+    shared.sampler.set_epoch(2)
+    assert items(shared) == epochs[2]
+    assert type(shared.state_dict()["epoch"] if resumable else 0) is int
+
+
 ARGUMENTS = {
     "batch_size": 3,
     "num_workers": 2,
@@ -186,10 +211,10 @@ def test_a_distributed_sampler_below_a_batch_sampler_stays_and_its_epochs_are_co
     batches = BatchSampler(sampler, 2, drop_last=False)
     prepared = prepare_data_loader(DataLoader(DATA, batch_sampler=batches, collate_fn=collate))
     assert prepared.batch_sampler is batches
+    alike = DistributedSampler(DATA, 2, 1, shuffle=True, seed=9)
     for epoch in (0, 1):
-        sampled = items(prepared)
-        sampler.set_epoch(epoch)
-        assert sampled == list(sampler)
+        alike.set_epoch(epoch)
+        assert items(prepared) == list(alike)
 
 
 class Told:

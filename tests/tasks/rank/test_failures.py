@@ -24,7 +24,7 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_first, hint_at_death, of_exception, of_returncode
+from prefect_torch.tasks.rank.failures import cause_first, cause_of, hint_at_death, of_exception, of_returncode
 from prefect_torch.tasks.rank.program import call
 from rank_specs import rank_spec
 from torch import distributed
@@ -208,6 +208,17 @@ def test_consequences_come_after_every_cause():
     assert [failure.kind for failure in ordered] == [
         *("final", "out_of_memory", "user", "infrastructure", "withdrawn", "communication", "peer")
     ]
+
+
+def test_a_cause_has_the_failures_that_it_did_not_cause():
+    def failure(rank, kind="user"):
+        return RankFailedError(f"rank {rank}", rank, kind)
+
+    of_a_node = cause_of([failure(5), failure(4, "final"), failure(6, "communication")])
+    assert (of_a_node.rank, [it.rank for it in of_a_node.others]) == (4, [5])
+    hang = RankFailedError("all hang", None, "infrastructure")
+    whole = pickle.loads(pickle.dumps(cause_of([failure(0), failure(1, "peer"), of_a_node, RuntimeError("x"), hang])))
+    assert (whole.rank, [it.rank for it in whole.others]) == (4, [5, 0])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Who may lead a run after whom."""
+
+from dataclasses import replace
+
+import pytest
+from prefect.logging import disable_run_logger
+from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.tasks import liveness
+from prefect_torch.tasks.training import leadership
+from prefect_torch.tasks.training.leadership import claim_leadership
+
+HERE = Owner.current("0b1c2d3e-0000-4000-8000-000000000001")
+OTHER = "0b1c2d3e-0000-4000-8000-000000000002"
+ELSEWHERE = replace(HERE, host="elsewhere/boot")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CheckpointStore.open(tmp_path, "run")
+
+
+def lead(store, owner, *, takeover=False):
+    def claim(previous, known):
+        return claim_attempt(store, owner, world_size=1, known=known)
+
+    with disable_run_logger():
+        return claim_leadership(store, owner, claim, is_sweep=False, takeover=takeover)
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+def test_a_process_that_a_later_one_of_its_flow_run_has_overtaken_does_not_take_the_run_back(store, takeover):
+    """As a machine that was suspended does, whose flow run was run again elsewhere."""
+    lead(store, HERE, takeover=takeover)
+    assert lead(store, HERE, takeover=takeover).number == 2, "its own retry"
+    assert lead(store, ELSEWHERE, takeover=takeover).number == 3
+    with pytest.raises(FencedError, match=rf"another process of this flow run, {HERE.pid} on elsewhere, leads run 'run'"):
+        lead(store, HERE, takeover=takeover)
+    assert lead(store, ELSEWHERE, takeover=takeover).number == 4
+
+
+@pytest.mark.parametrize(
+    ("ending", "kind", "has_ended", "is_led"),
+    [
+        ("failed", "user", False, True),
+        ("preempted", None, False, True),
+        ("failed", "user", True, False),
+        ("failed", "user", None, False),
+        ("failed", "final", False, False),
+        ("completed", None, False, False),
+        ("cancelled", None, False, False),
+    ],
+)
+def test_between_two_attempts_a_run_is_its_flow_runs(store, monkeypatch, ending, kind, has_ended, is_led):
+    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: has_ended)
+    monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
+    lead(store, ELSEWHERE)
+    write_outcome(store, Outcome(1, ending, ELSEWHERE.flow_run_id, kind))
+    if is_led:
+        with pytest.raises(RunBusyError, match="is being trained by flow run"):
+            lead(store, replace(HERE, flow_run_id=OTHER))
+        assert lead(store, replace(HERE, flow_run_id=OTHER), takeover=True).number == 2
+    else:
+        assert lead(store, replace(HERE, flow_run_id=OTHER)).number == 2
+
+
+def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):
+    assert liveness.has_ended("x") is None
