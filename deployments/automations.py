@@ -13,10 +13,9 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
-from prefect.settings import get_current_settings
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
-from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
+from prefect_torch.flows.monitoring.events.heartbeats import frequency_s, silence_s
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -24,15 +23,24 @@ from prefect_torch.flows.prefect_api.paging import read_pages
 
 from .job_templates import has_variable
 from .resuming import resume
+from .triggers import absence_of, crash_of, of_deployment, silence_of
 
-_ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
-_MISSED_HEARTBEATS = 3
-_FREQUENCY_S = 180  # Prefect's own default
+_WAIT_FOR_NO_MACHINE = ("process", "docker")  # work pools whose workers take a flow run only when they can begin it
+_PENDING = timedelta(minutes=30)  # a slow image, or pull steps that install
 _DELIVERY_S = 20.0  # of a heartbeat, at most
+_LEAST_S = 10.0  # that Prefect lets a trigger wait for an event
 
 
-def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: timedelta | float | None = None) -> Automation:
+def resume_crashed(
+    deployment: str | UUID,
+    *,
+    max_restarts: int = 3,
+    within: timedelta | float | None = None,
+    begins_within: timedelta | float | None = None,
+) -> Automation:
     """Make Prefect run `deployment` again, on the same run, whenever one of its flow runs crashes or has no heartbeat.
+
+    Also if a worker has taken a flow run, and vanishes before that begins: Prefect leaves it Pending for ever.
 
     Creates or updates one automation, "Resume <flow>/<name>", and the deployment "resume/<flow>-<name>" in the same work pool,
     in its default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each reads the
@@ -46,9 +54,12 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY if None. More than the time between two heartbeats. For the last of these times
             and 20 s, the resumer waits for a heartbeat itself, since the server may have been away: with less than twice as
             much, the process counts as dead that much later.
+        begins_within: The time (a timedelta, or seconds) that a flow run may be Pending, from when a worker takes it until it
+            begins: images, pull steps, imports. None: 30 minutes in a process or Docker work pool, and no limit in others,
+            where it may have to wait for a machine. At least as long as the wait of the resumer, 200 s by default.
 
     Raises:
-        ValueError: If the deployment is served, or `within` is not longer than the time between two heartbeats.
+        ValueError: If the deployment is served, or `within` or `begins_within` is too short.
         ObjectNotFound: If there is no such deployment.
 
     """
@@ -64,12 +75,14 @@ def resume_crashed(deployment: str | UUID, *, max_restarts: int = 3, within: tim
         if has_variable(pool, "num_gpus"):
             job_variables["num_gpus"] = 0
         work_queue_name = _unlimited_queue(client, trained, pool)
+    if begins_within is None and pool.type in _WAIT_FOR_NO_MACHINE:
+        begins_within = _PENDING
     if is_limited(trained):
         warn_of_lost_lease(trained.name)
     resumer = make_resumer(_full_name(trained))
     resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
     resumer.job_variables = job_variables
-    return resume_by(resumer, trained, max_restarts, within)
+    return resume_by(resumer, trained, max_restarts, within, begins_within)
 
 
 def make_resumer(trained: str) -> RunnerDeployment:
@@ -83,35 +96,45 @@ def make_resumer(trained: str) -> RunnerDeployment:
 
 
 def resume_by(
-    resumer: RunnerDeployment, trained: DeploymentResponse, max_restarts: int, within: timedelta | float | None
+    resumer: RunnerDeployment,
+    trained: DeploymentResponse,
+    max_restarts: int,
+    within: timedelta | float | None = None,
+    begins_within: timedelta | float | None = _PENDING,
 ) -> Automation:
     """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`.
 
     Raises:
-        ValueError: If `max_restarts` is less than 0, or `within` is too short.
+        ValueError: If `max_restarts` is less than 0, or `within` or `begins_within` is too short.
 
     """
     if max_restarts < 0:
         raise ValueError(f"max_restarts={max_restarts}: give 0 or more")
     silent = _silence(within)
-    confirm_s = _frequency_s() + _DELIVERY_S
+    confirm_s = frequency_s() + _DELIVERY_S
+    pending = _time_to_begin(begins_within, confirm_s)
     full_name = _full_name(trained)
-    parameters = {
-        "flow_run": "{{ event.resource.id }}",
+    limits = {
         "max_restarts": max_restarts,
         "silent_s": silent.total_seconds(),
         "confirm_s": confirm_s,
+        "pending_s": None if pending is None else pending.total_seconds(),
     }
-    noticed_s = max(silent.total_seconds() - confirm_s, confirm_s)
+    resumer.parameters = limits  # also of a flow run that somebody starts by hand
+    triggers = [
+        crash_of(trained.id),
+        silence_of(trained.id, max(silent.total_seconds() - confirm_s, confirm_s)),
+    ]
+    if pending is not None:
+        triggers.append(absence_of(trained.id, max(pending.total_seconds() - confirm_s, _LEAST_S)))
     return _create_or_update(
         AutomationCore(
             name=f"Resume {full_name}",
-            description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, or has no heartbeat for "
-            f"{show_duration(silent.total_seconds())}. A training is restarted at most {_times(max_restarts)}.",
-            trigger=CompoundTrigger(
-                require="any", within=None, triggers=[_crash_of(trained.id), _silence_of(trained.id, noticed_s)]
-            ),
-            actions=_run(cast("UUID", resumer.apply()), parameters),
+            description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, has no heartbeat for "
+            f"{show_duration(silent.total_seconds())}{_or_pending(pending)}. "
+            f"A training is restarted at most {_times(max_restarts)}.",
+            trigger=CompoundTrigger(require="any", within=None, triggers=[*triggers]),
+            actions=_run(cast("UUID", resumer.apply()), {"flow_run": "{{ event.resource.id }}", **limits}),
         )
     )
 
@@ -161,11 +184,15 @@ def evaluate_new_best(
                 posture=Posture.Reactive,
                 expect={COMMITTED},
                 match={"is_best": "true", **{label: wanted for label, wanted in labels.items() if wanted is not None}},
-                match_related={} if trained is None else _of_deployment(trained.id),
+                match_related={} if trained is None else of_deployment(trained.id),
             ),
             actions=_run(evaluator.id, {**(parameters or {}), parameter: "{{ event.resource['checkpoint'] }}"}),
         )
     )
+
+
+def _or_pending(pending: timedelta | None) -> str:
+    return "" if pending is None else f", or is Pending for {show_duration(pending.total_seconds())}"
 
 
 def _times(number: int) -> str:
@@ -194,47 +221,32 @@ def _run(deployment_id: UUID, parameters: dict[str, Any]) -> list[ActionTypes]:
     return [RunDeployment(source="selected", deployment_id=deployment_id, parameters=parameters, job_variables=None)]
 
 
-def _frequency_s() -> float:
-    return float(get_current_settings().flows.heartbeat_frequency or _FREQUENCY_S)
-
-
 def _silence(within: timedelta | float | None) -> timedelta:
-    frequency_s = _frequency_s()
     if within is None:
-        return timedelta(seconds=_MISSED_HEARTBEATS * frequency_s)
-    silent = within if isinstance(within, timedelta) else timedelta(seconds=within)
-    if silent.total_seconds() <= frequency_s:
+        return timedelta(seconds=silence_s())
+    silent = _as_timedelta(within)
+    if silent.total_seconds() <= frequency_s():
         raise ValueError(
-            f"within={silent} is not longer than the {frequency_s:g} s between two heartbeats of a flow run: give more, or set "
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY, here and where the flow runs, to fewer seconds (30 at least)"
+            f"within={silent} is not longer than the {frequency_s():g} s between two heartbeats of a flow run: give more, or "
+            "set PREFECT_FLOWS_HEARTBEAT_FREQUENCY, here and where the flow runs, to fewer seconds (30 at least)"
         )
     return silent
 
 
-def _crash_of(deployment_id: UUID) -> EventTrigger:
-    return EventTrigger(
-        posture=Posture.Reactive,
-        expect={"prefect.flow-run.Crashed"},
-        match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=_of_deployment(deployment_id),
-        for_each={"prefect.resource.id"},
-    )
+def _time_to_begin(begins_within: timedelta | float | None, confirm_s: float) -> timedelta | None:
+    if begins_within is None:
+        return None
+    pending = _as_timedelta(begins_within)
+    if pending.total_seconds() < confirm_s:
+        raise ValueError(
+            f"begins_within={pending} is shorter than the {confirm_s:g} s for which the resumer waits until the flow run "
+            "begins: give more"
+        )
+    return pending
 
 
-def _silence_of(deployment_id: UUID, noticed_s: float) -> EventTrigger:
-    return EventTrigger(
-        posture=Posture.Proactive,
-        after={HEARTBEAT},
-        expect={HEARTBEAT, *(f"prefect.flow-run.{ending}" for ending in _ENDINGS)},
-        match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=_of_deployment(deployment_id),
-        for_each={"prefect.resource.id"},
-        within=timedelta(seconds=noticed_s),
-    )
-
-
-def _of_deployment(deployment_id: UUID) -> dict[str, str | list[str]]:
-    return {"prefect.resource.role": "deployment", "prefect.resource.id": f"prefect.deployment.{deployment_id}"}
+def _as_timedelta(time: timedelta | float) -> timedelta:
+    return time if isinstance(time, timedelta) else timedelta(seconds=time)
 
 
 def _create_or_update(automation: AutomationCore) -> Automation:

@@ -1,6 +1,8 @@
 """The flow that runs a crashed training again, after checking its state, and counts the restarts."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
@@ -8,15 +10,14 @@ from uuid import UUID
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.events import ReceivedEvent
 from prefect.events.filters import EventFilter
 from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.arguments import name_run
-from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
+from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
 from prefect_torch.tasks.options.config import UNLIMITED
@@ -31,19 +32,18 @@ _KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes wo
 _OOM_KILLED = "OOMKilled"
 _OUT_OF_MEMORY = "prefect-torch.out-of-memory"
 _POLL_S = 10.0
-_CLOCKS_DIFFER_S = 60.0
 
 
 @flow(
     name="resume",
-    description="Runs a crashed or silent flow run again, on the same run, unless it is alive or has been restarted too often. "
-    "An automation starts this flow.",
+    description="Runs a crashed or silent flow run again, or one that never began, on the same run, unless it is alive or has "
+    "been restarted too often. An automation starts this flow.",
     retries=3,
     retry_delay_seconds=10,
     persist_result=False,
 )
 def resume(
-    flow_run: Annotated[str, Field(description="The crashed or silent flow run: its id, or its resource id in an event.")],
+    flow_run: Annotated[str, Field(description="The flow run: its id, or its resource id in an event.")],
     max_restarts: Annotated[int, Field(ge=0, description="The largest number of restarts of a training.")] = 3,
     silent_s: Annotated[
         float, Field(gt=0, description="The seconds without a heartbeat after which it counts as dead.")
@@ -52,13 +52,16 @@ def resume(
         float,
         Field(ge=0, description="The seconds to wait for a heartbeat, since the server may have been away."),
     ] = 200.0,
+    pending_s: Annotated[
+        float | None, Field(gt=0, description="The seconds after which it counts as dead if it is still Pending.")
+    ] = None,
 ) -> str | None:
     """Run a crashed flow run's deployment again, with its parameters and its run's name; return the new flow run's id.
 
     Does nothing, and returns None, if the flow run is in any other final state, if a heartbeat came within `silent_s` or comes
-    within `confirm_s` from now on, if it is being cancelled, or if it is already the `max_restarts`-th restart; also if it is a
-    training whose container Kubernetes killed for lack of memory, unless its `FailureConfig.max_out_of_memory_failures` allows
-    it. Two calls for the same flow run start one new flow run.
+    within `confirm_s` from now on, if it begins within that time, if it is being cancelled, or if it is already the
+    `max_restarts`-th restart; also if it is a training whose container Kubernetes killed for lack of memory, unless its
+    `FailureConfig.max_out_of_memory_failures` allows it. Two calls for the same flow run start one new flow run.
 
     Args:
         flow_run: The flow run's id, or "prefect.flow-run.<id>".
@@ -66,6 +69,8 @@ def resume(
         silent_s: The seconds without a heartbeat after which a Running flow run is set to Crashed.
         confirm_s: The seconds for which it must stay silent from now on. A server that was away for longer than `silent_s` has
             no heartbeat of any flow run, and the live ones send their next one soon after it is back.
+        pending_s: The seconds after which a flow run that is still Pending is set to Crashed, since the worker that took it
+            vanished before it began. If None, it may wait for as long as it takes.
 
     """
     flow_run_id = UUID(flow_run.removeprefix(FLOW_RUN))
@@ -73,7 +78,8 @@ def resume(
         crashed = client.read_flow_run(flow_run_id)
         if (own_id := this_flow_run.id) is not None:  # an automation cannot give a name
             client.update_flow_run(UUID(own_id), name=f"resume-{crashed.name}")
-        reason = _why_not(client, crashed, max_restarts, silent_s, confirm_s)
+        limits_s = {StateType.RUNNING: silent_s, StateType.PENDING: pending_s}
+        reason = _why_not(client, crashed, max_restarts, limits_s, confirm_s)
         if reason is not None:
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
             return None
@@ -84,12 +90,18 @@ def resume(
     return str(again.id)
 
 
-def _why_not(client: SyncPrefectClient, crashed: FlowRun, max_restarts: int, silent_s: float, confirm_s: float) -> str | None:
+def _why_not(
+    client: SyncPrefectClient,
+    crashed: FlowRun,
+    max_restarts: int,
+    limits_s: Mapping[StateType, float | None],
+    confirm_s: float,
+) -> str | None:
     if crashed.deployment_id is None:
         return "it has no deployment"
     state = crashed.state
-    if state is not None and state.is_running():
-        state = _declare_dead(client, crashed, silent_s, confirm_s)
+    if state is not None and (limit_s := limits_s.get(state.type)) is not None:
+        state = _declare_dead(client, crashed, limit_s, confirm_s)
     if state is None or not state.is_crashed():
         return "it is alive" if state is None else f"it is {state.name}"
     end_task_runs(client, crashed.id, "The process of its flow run is dead.")
@@ -127,45 +139,53 @@ def _num_out_of_memory(client: SyncPrefectClient, crashed: FlowRun) -> int:
     return int(str(crashed.labels.get(_OUT_OF_MEMORY, 0))) + is_killed
 
 
-def _declare_dead(client: SyncPrefectClient, running: FlowRun, silent_s: float, confirm_s: float) -> State[Any] | None:
-    """Return the new state of a silent flow run, Crashed unless it has ended meanwhile; None if it is alive."""
-    newest = newest_heartbeat(client, running)
+def _declare_dead(client: SyncPrefectClient, silent: FlowRun, silent_s: float, confirm_s: float) -> State[Any] | None:
+    """Return the new state of a silent flow run, Crashed unless it has another one meanwhile; None if it is alive."""
+    newest = last_sign(client, silent)
     if newest is None:  # without any heartbeat, silence means nothing
         return None
-    left_s = max(confirm_s, silent_s - seconds_since(newest))
-    if left_s > confirm_s + _CLOCKS_DIFFER_S:  # it has not been silent for long
-        return None
-    until_s = time.monotonic() + left_s
+    # By another machine's clock, its age says little: it counts as dead only when it has been silent for long by this one, too.
+    until_s = time.monotonic() + max(confirm_s, min(silent_s - newest.age_s, silent_s))
+    state = silent.state
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(left_s, _POLL_S))
-        if (found := newest_heartbeat(client, running)) is not None and found.id != newest.id:
+        if (found := last_sign(client, silent)) is not None and found.id != newest.id:
             return None
-    state = client.read_flow_run(running.id).state
-    if state is None or not state.is_running():  # cancelled, or scheduled again, meanwhile
-        return state
+        state = client.read_flow_run(silent.id).state
+        assert silent.state is not None
+        if state is None or state.id != silent.state.id:  # it began, was cancelled, or was scheduled again, meanwhile
+            return state
+    assert state is not None
     # Not forced: a flow run that has ended meanwhile keeps its state.
-    message = f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
-    answer: OrchestrationResult[Any] = client.set_flow_run_state(running.id, Crashed(message=message))
-    return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(running.id).state
-
-
-def newest_heartbeat(client: SyncPrefectClient, running: FlowRun) -> ReceivedEvent | None:
-    """Return the last heartbeat of a flow run, or None if there was none."""
-    heartbeats = EventFilter.model_validate(
-        {
-            "event": {"name": [HEARTBEAT]},
-            "resource": {"id": [f"{FLOW_RUN}{running.id}"]},
-            "occurred": {"until": _now() + timedelta(days=1)},  # another machine's clock may be ahead
-            "order": "DESC",
-        }
+    message = (
+        f"Pending for {silent_s:g} s: the process that was to begin it is dead, or cut off."
+        if state.is_pending()
+        else f"No heartbeat for {silent_s:g} s: its process is dead, or cut off."
     )
-    newest = client.read_events(heartbeats, limit=1).events
-    return newest[0] if newest else None
+    answer: OrchestrationResult[Any] = client.set_flow_run_state(silent.id, Crashed(message=message))
+    return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(silent.id).state
 
 
-def seconds_since(event: ReceivedEvent) -> float:
-    """Return how long ago an event occurred, by the clock of the machine that sent it."""
-    return (_now() - event.occurred).total_seconds()
+@dataclass(frozen=True)
+class SignOfLife:
+    """A flow run's last heartbeat, or the Pending state that a worker set when it took the flow run."""
+
+    id: UUID
+    occurred: datetime
+
+    @property
+    def age_s(self) -> float:
+        """How long ago it occurred, by the clock of the machine that sent it."""
+        return (_now() - self.occurred).total_seconds()
+
+
+def last_sign(client: SyncPrefectClient, flow_run: FlowRun) -> SignOfLife | None:
+    """Return the last sign of life of a Pending or Running flow run, or None if there was none."""
+    state = flow_run.state
+    if state is not None and state.is_pending():
+        return SignOfLife(state.id, state.timestamp)
+    newest = newest_heartbeat(client, flow_run.id)
+    return None if newest is None else SignOfLife(newest.id, newest.occurred)
 
 
 def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:

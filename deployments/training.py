@@ -195,7 +195,7 @@ def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, R
     with get_client(sync_client=True) as client:
         trained = client.read_deployment(deployment_id)
     resumer = make_resumer(deployment.full_name)
-    (action,) = resume_by(resumer, trained, max_restarts, within=None).actions
+    (action,) = resume_by(resumer, trained, max_restarts).actions
     return deployment_id, resumer, cast("RunDeployment", action)
 
 

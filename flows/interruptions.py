@@ -175,7 +175,8 @@ def _watch(find: Callable[[], BaseException | None], termination: Termination, h
     """Request the termination that `find` returns; a cancellation only after a while, since a worker or a runner is faster."""
     found_s: float | None = None
     while not has_ended.wait(_POLL_S) and termination.cause is None:  # also between two attempts, when none is led
-        with suppress(httpx.HTTPError, PrefectException):  # the next poll tries again
+        # The next poll tries again, also after a proxy's page in the place of an answer.
+        with suppress(httpx.HTTPError, PrefectException, ValueError):
             found, now_s = find(), time.monotonic()
             if found is None:
                 found_s = None

@@ -1,12 +1,14 @@
 """Numbers, durations, times, links and foreign text as pages and the terminal show them."""
 
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from textwrap import wrap
+from typing import Any
 from uuid import UUID
 
 from prefect.utilities.urls import url_for
 from prefect_torch.ckpt.runs.metrics import MetricValue
-from prefect_torch.ckpt.text import without_login
+from prefect_torch.ckpt.text import clip, encodable, without_login
 
 _SHORT = 160
 _CODE_WIDTH = 64  # characters of a line that a block of code shows in a window of 1280 pixels, between the UI's two sidebars
@@ -53,6 +55,24 @@ def show_time(at_s: float) -> str:
 def seconds_of(iso: str) -> float:
     """Return an ISO 8601 time as seconds since the epoch."""
     return datetime.fromisoformat(iso).timestamp()
+
+
+def storable(value: Any, longest: int | None = None) -> Any:
+    """Return JSON that Prefect's databases hold: text without lone surrogates and NULs, and clipped to `longest` characters."""
+    if isinstance(value, str):
+        text = encodable(value)
+        return text if longest is None else clip(text, longest)
+    if isinstance(value, Mapping):
+        return {storable(name, longest): storable(item, longest) for name, item in value.items()}
+    return [storable(item, longest) for item in value] if isinstance(value, list | tuple) else value
+
+
+def flow_run_page(flow_run_id: str | None) -> str | None:
+    """Return the URL of a flow run's page; None if the id is not one of Prefect's."""
+    try:
+        return None if flow_run_id is None else page_url("flow-run", UUID(flow_run_id))
+    except ValueError:
+        return None
 
 
 def shorten(text: str, longest: int = _SHORT) -> str:

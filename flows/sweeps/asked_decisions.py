@@ -1,12 +1,14 @@
 """Decisions on trials in other processes: requested by the trials' leaders and answered by the sweep, through their storage."""
 
 import logging
+import reprlib
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -87,7 +89,7 @@ class AskedDecisions:
         answer = self._ask({"points": True})
         if answer is None:
             raise TimeoutError(f"sweep {self.sweep.name!r} has not answered trial {self.trial!r}: start it again")
-        found = answer["points"]
+        found = self._read(answer, "points")
         return None if found is None else decode(DecisionPoints, found, "the answer", "the points of a decision")
 
     def decide(self, request: DecisionRequest) -> Verdict:
@@ -96,7 +98,12 @@ class AskedDecisions:
         if answer is None:
             _logger.warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
             return Verdict(goes_on=False)
-        return decode(Verdict, answer["verdict"], "the answer", "a verdict")
+        return decode(Verdict, self._read(answer, "verdict"), "the answer", "a verdict")
+
+    def _read(self, answer: dict[str, Any], name: str) -> Any:
+        if name not in answer:
+            raise MalformedRecordError(f"sweep {self.sweep.name!r} cannot answer trial {self.trial!r}: {answer.get('refused')}")
+        return answer[name]
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
         token = f"{self.trial}-{secrets.token_hex(8)}"
@@ -111,9 +118,7 @@ class AskedDecisions:
         finally:  # in this order: a sweep that answers meanwhile takes its answer back, unless it still sees the question
             self.sweep.storage.delete([self.sweep.layout.asked(token)])
             self.sweep.storage.delete([self.sweep.layout.answered(token)])
-        found = from_json(answer)
-        assert isinstance(found, dict)
-        return found
+        return _read_object(answer)
 
 
 def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | None]) -> int:
@@ -133,17 +138,34 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
         question = sweep.get_json(key)  # after its answer, since a leader that has read that deletes the question first
         if question is None:
             continue
-        sweep.put_json(sweep.layout.answered(token), _plain(_answer(from_json(question), decides)))
+        try:
+            answer = _answer(_read_object(question), decides)
+        except (MalformedRecordError, UnsupportedFormatError) as exc:  # the others are answered
+            _logger.warning("the question %s of a trial cannot be answered: %s", key, exc)
+            answer = {"refused": str(exc)}
+        sweep.put_json(sweep.layout.answered(token), _plain(answer))
         if sweep.get_json(key) is None:  # its leader stopped waiting, and may have deleted the answer before it was stored
             sweep.storage.delete([sweep.layout.answered(token)])
         answered += 1
     return answered
 
 
-def _answer(question: object, decides: DecisionMaker) -> dict[str, Any]:
-    assert isinstance(question, dict)
+def _read_object(record: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _object(from_json(record))
+    except ValueError as exc:
+        raise MalformedRecordError(f"a question or its answer is malformed: {exc}") from exc
+
+
+def _object(found: object) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise MalformedRecordError(f"a question or its answer has {reprlib.repr(found)} in the place of an object")
+    return found
+
+
+def _answer(question: dict[str, Any], decides: DecisionMaker) -> dict[str, Any]:
     if "request" in question:
-        request = decode(DecisionRequest, question["request"], "the question", "a request for a decision")
+        request = decode(DecisionRequest, _object(question["request"]), "the question", "a request for a decision")
         return {"verdict": asdict(decides.decide(request))}
     points = decides.points()
     return {"points": None if points is None else asdict(points)}

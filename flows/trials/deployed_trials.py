@@ -12,8 +12,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -83,13 +84,15 @@ class DeployedTrials:
         training: What all trials have in common.
         search: The search.
         sweep: The sweep.
+        attempt: The attempt of the sweep that this process leads.
         deployment: The deployment's name, "train/name".
         function: The location of the training function, which the deployment's machines have.
 
     """
 
-    def __init__(self, training: Training, search: Search, sweep: Run, deployment: str, function: str) -> None:
+    def __init__(self, training: Training, search: Search, sweep: Run, attempt: int, deployment: str, function: str) -> None:
         self._training = training
+        self._attempt = attempt
         self._search = search
         self._sweep = sweep
         self._deployment = deployment
@@ -132,11 +135,28 @@ class DeployedTrials:
         """Do nothing: trials share no resources here; see `TrialRuns`."""
 
     def terminate(self, cause: BaseException) -> None:
-        """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`."""
+        """Cancel the flow runs of all trials, which commit a last checkpoint; see `TrialRuns`.
+
+        If another process leads the sweep by now, they are that one's, and only this process leaves them.
+        """
+        if self._is_overtaken():
+            self._starting.clear()
+            self._running.clear()
+            return
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         self._starting.clear()
         for trial, flow_run_id in self._running.values():
             cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
+
+    def _is_overtaken(self) -> bool:
+        try:
+            check_fence(self._sweep, self._attempt)
+        except FencedError as exc:
+            get_run_logger().warning("the flow runs of %d trials go on: %s", len(self._running), exc)
+            return True
+        except (StorageError, OSError):  # most sweeps are not; without an answer their trials would go on alone
+            return False
+        return False
 
     def _decides_on(self, name: str) -> DecisionMaker | None:
         run = f"{self._sweep.name}/{name}"

@@ -13,6 +13,7 @@ from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
@@ -20,6 +21,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 
 _LOOK_FOR_LOST_S = 5.0
+_LOOK_FOR_HEARTBEAT_S = 30.0
 _GONE_S = 10.0  # after which no runner or worker reports the end of a process to Prefect any more
 _MOST_ROWS = 200  # of one answer of Prefect's API
 
@@ -36,6 +38,7 @@ class FlowRunWatch:
         self._storage = storage
         self._gone_since_s: dict[UUID, float] = {}
         self._looked_s = 0.0
+        self._silence = _Silence()
         self._pauses: Backoff | None = None  # while Prefect's API is away
 
     def look(self, running: Iterable[tuple[TrialRecord, UUID]]) -> tuple[dict[UUID, FlowRun], set[UUID]] | None:
@@ -56,7 +59,8 @@ class FlowRunWatch:
                 rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
                 found = {it.id: it for it in rows}
                 lost = self._lost(client, trials, found)
-        except (PrefectException, httpx.HTTPError) as exc:  # the trials go on meanwhile
+        except (PrefectException, httpx.HTTPError, ValueError) as exc:  # the trials go on; the last is for a proxy's page
+            self._silence.forget()
             if self._pauses is None:
                 get_run_logger().warning("Prefect's API is away, trials go on without it: %r", exc)
                 self._pauses = Backoff()
@@ -66,24 +70,62 @@ class FlowRunWatch:
         return found, lost
 
     def _lost(self, client: SyncPrefectClient, trials: Mapping[UUID, TrialRecord], found: Mapping[UUID, FlowRun]) -> set[UUID]:
-        """Set flow runs that have not ended to Crashed if their process on this machine is gone, and return their ids."""
+        """Set flow runs that have not ended to Crashed if their process is gone or silent, and return their ids."""
         lost: set[UUID] = set()
         if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
             return lost
         self._looked_s = time.monotonic()
         for flow_run_id, trial in trials.items():
-            if flow_run_id not in found or has_ended(found[flow_run_id]) or not self._is_gone(trial, flow_run_id):
+            if flow_run_id not in found or has_ended(found[flow_run_id]):
                 self._gone_since_s.pop(flow_run_id, None)
-            elif self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
+                continue
+            is_gone = self._is_gone(trial, flow_run_id)
+            if not is_gone:
+                self._gone_since_s.pop(flow_run_id, None)
+            if is_gone and self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
                 client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
+                lost.add(flow_run_id)
+            elif is_gone is None and self._silence.lasts_long(client, found[flow_run_id]):
+                client.set_flow_run_state(flow_run_id, Crashed(message=f"no heartbeat for {silence_s():g} s"), force=True)
                 lost.add(flow_run_id)
         return lost
 
-    def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool:
-        """Return whether the flow run leads the trial's newest attempt, in a process on this machine that is gone."""
+    def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool | None:
+        """Return whether the flow run leads the trial's newest attempt, in a process that is gone; None if it is elsewhere."""
         status = read_status(Run.open(self._storage, trial.run))
-        is_its_own = status is not None and status.attempt.owner.flow_run_id == str(flow_run_id)
-        return status is not None and is_its_own and status.is_process_gone is True
+        if status is None or status.attempt.owner.flow_run_id != str(flow_run_id):
+            return False
+        return status.is_process_gone
+
+
+class _Silence:
+    """How long running flow runs have had no heartbeat, by this machine's clock, while Prefect's API was there."""
+
+    def __init__(self) -> None:
+        self._looked_s: dict[UUID, float] = {}
+        self._newest: dict[UUID, tuple[UUID, float]] = {}
+
+    def forget(self) -> None:
+        """Begin anew: heartbeats are lost while Prefect's API is away."""
+        self._newest.clear()
+
+    def lasts_long(self, client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+        """Return whether a flow run is dead or cut off; a request every half minute. One that never had a heartbeat is not."""
+        if flow_run.state is None or not flow_run.state.is_running():
+            self._newest.pop(flow_run.id, None)
+            return False
+        now_s = time.monotonic()
+        if now_s < self._looked_s.get(flow_run.id, -_LOOK_FOR_HEARTBEAT_S) + _LOOK_FOR_HEARTBEAT_S:
+            return False
+        self._looked_s[flow_run.id] = now_s
+        heartbeat = newest_heartbeat(client, flow_run.id)
+        if heartbeat is None:
+            return False
+        known, since_s = self._newest.get(flow_run.id, (None, now_s))
+        if known != heartbeat.id:
+            self._newest[flow_run.id] = (heartbeat.id, now_s)
+            return False
+        return now_s - since_s >= silence_s()
 
 
 def has_ended(flow_run: FlowRun) -> bool:

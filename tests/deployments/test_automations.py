@@ -26,6 +26,7 @@ from prefect.client.schemas.filters import (
 from prefect.events import Event
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running, Scheduled
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -44,6 +45,7 @@ from prefect_torch.tasks.training.start import lineage_of
 from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"
+DEFAULTS = {"silent_s": 540.0, "confirm_s": 200.0, "pending_s": 1800.0}
 UPTAKE_S = 2.0  # the server takes an automation up, or its change, some time after it answered; until then it sees no event
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -73,10 +75,17 @@ def trained(prefect_server):
 
 def begin(client, deployment_id, end=None, **run):
     """Return a flow run that is running, or has ended."""
+    flow_run = take(client, deployment_id, **run)
+    for state in (Running(), *([] if end is None else [end])):
+        client.set_flow_run_state(flow_run.id, state)
+    return client.read_flow_run(flow_run.id)
+
+
+def take(client, deployment_id, **run):
+    """Return a flow run that a worker has taken, and not begun."""
     parameters = {"run": {"storage": "/store", **run}}
     flow_run = client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
-    for state in (Pending(), Running(), *([] if end is None else [end])):
-        client.set_flow_run_state(flow_run.id, state)
+    client.set_flow_run_state(flow_run.id, Pending())
     return client.read_flow_run(flow_run.id)
 
 
@@ -249,13 +258,89 @@ def test_a_silent_flow_run_that_is_cancelled_or_retried_meanwhile_is_not_run_aga
     assert client.read_flow_run(silent.id).state.type == state.type
 
 
-@pytest.mark.parametrize("age_s", [None, 500, -30], ids=["never had any", "recent", "by a clock ahead"])
-def test_a_flow_run_that_may_be_alive_is_left_alone(client, trained, age_s):
+@pytest.mark.parametrize("age_s", [None, 500, -30, -3000], ids=["never had any", "recent", "clock ahead", "hours ahead"])
+def test_a_flow_run_that_may_be_alive_is_left_alone(client, trained, monkeypatch, age_s):
     alive = begin(client, trained)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if sum(waits) >= 90:
+            beat(client, alive, age_s - 180)
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
     if age_s is not None:
         beat(client, alive, age_s)
     assert resumed(client, alive, silent_s=600) is None
     assert client.read_flow_run(alive.id).state.is_running()
+
+
+@pytest.mark.parametrize("age_s", [-3000, 300])
+def test_a_silent_flow_run_whose_clock_was_ahead_is_dead_after_as_long_by_this_one(client, trained, monkeypatch, age_s):
+    dead = begin(client, trained)
+    beat(client, dead, age_s)
+    waits = []
+    clock = SimpleNamespace(sleep=waits.append, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
+    assert resumed(client, dead, silent_s=30, confirm_s=20).name == f"{dead.name}-restart-1"
+    assert sum(waits) == pytest.approx(30 if age_s < 0 else 20)
+
+
+def test_a_flow_run_that_a_worker_took_and_never_began_is_run_again(client, trained):
+    taken = take(client, trained)
+    assert resumed(client, taken) is None
+    assert client.read_flow_run(taken.id).state.is_pending()
+    again = resumed(client, taken, pending_s=1e-6)
+    assert again.name == f"{taken.name}-restart-1"
+    assert again.parameters["run"]["name"] == default_run_name(taken.name, str(taken.id))
+    assert "Pending for 1e-06 s" in client.read_flow_run(taken.id).state.message
+
+
+@pytest.mark.parametrize("states", [[Running()], [Scheduled(), Pending()]], ids=["begun", "taken again"])
+def test_a_flow_run_that_begins_after_an_outage_of_the_server_is_left_alone(client, trained, monkeypatch, states):
+    taken = take(client, trained)
+    waits = []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if sum(waits) == 200:
+            for state in states:
+                client.set_flow_run_state(taken.id, state, force=True)
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
+    assert resumed(client, taken, pending_s=1e-6, confirm_s=200) is None
+    assert sum(waits) == 200
+    assert client.read_flow_run(taken.id).state.type == states[-1].type
+
+
+@pytest.mark.timeout(180)
+def test_the_automation_notices_what_was_taken_and_never_begun(client, trained):
+    slow = deploy("late", "my_training:train_fn", run=RunConfig(storage="/store"), work_pool="pool")
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):
+        resume_crashed(slow, begins_within=50)
+    begun, taken = [], []
+
+    def is_noticed():
+        begun.append(f"prefect.flow-run.{begin(client, slow).id}")
+        taken.append(f"prefect.flow-run.{take(client, slow).id}")
+        return flow_runs_of(client, "resume/train-late")
+
+    wait_until(is_noticed, "a flow run that resumes what never began", every_s=UPTAKE_S)
+    resumers = [it.parameters for it in flow_runs_of(client, "resume/train-late")]
+    assert {it["flow_run"] for it in resumers} <= set(taken)
+    assert [(it["pending_s"], it["confirm_s"]) for it in resumers] == [(50, 50)] * len(resumers)
+
+
+def test_where_a_flow_run_may_wait_for_a_machine_it_may_wait_for_ever(client):
+    create_work_pool("queued", "kubernetes")
+    run = RunConfig(storage="s3://bucket/runs")
+    waiting = deploy("queued", "my_training:train_fn", run=run, work_pool="queued", image="image", max_restarts=1)
+    for given, limit_s in [({}, None), ({"begins_within": timedelta(hours=2)}, 7200)]:
+        automation = resume_crashed(waiting, **given)
+        assert automation.actions[0].parameters["pending_s"] == limit_s
+        assert ("Pending for 2" in automation.description) == (limit_s is not None)
 
 
 def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
@@ -263,6 +348,7 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
     assert resume_crashed(trained, max_restarts=4).id == first.id
     (automation,) = client.read_automations_by_name("Resume train/trained")
     assert automation.actions[0].parameters["max_restarts"] == 4
+    assert client.read_deployment_by_name("resume/train-trained").parameters == {"max_restarts": 4, **DEFAULTS}
     crashed = []
 
     def is_in_force():
@@ -272,7 +358,7 @@ def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
 
     wait_until(is_in_force, "a flow run that resumes", every_s=UPTAKE_S)
     flow_run = flow_runs_of(client, "resume/train-trained")[0]
-    assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, "silent_s": 540.0, "confirm_s": 200.0} for it in crashed]
+    assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, **DEFAULTS} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
     dead = client.read_flow_run(UUID(flow_run.parameters["flow_run"].removeprefix("prefect.flow-run.")))
     (resumer,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[f"resume-{dead.name}"])))
@@ -300,7 +386,13 @@ def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client,
             serve(deployment, max_restarts=2)
         assert served.value.args == ("left", "train-left")
     (resumer,) = flow_runs_of(client, "resume/train-left")
-    assert resumer.parameters == {"flow_run": str(dead.id), "max_restarts": 2, "silent_s": 540.0, "confirm_s": 200.0}
+    assert resumer.parameters == {
+        "flow_run": str(dead.id),
+        "max_restarts": 2,
+        "silent_s": 540.0,
+        "confirm_s": 200.0,
+        "pending_s": 1800.0,
+    }
     again = resumed(client, dead, silent_s=600)
     assert again.name == f"{dead.name}-restart-1"
     assert [client.read_flow_run(it.id).state.is_running() for it in (dead, fresh, never_beat)] == [False, True, True]
@@ -320,6 +412,8 @@ def test_what_cannot_be_looked_after_is_refused(client, trained):
         resume_crashed("train/served")
     with pytest.raises(ValueError, match="within=0:02:00 is not longer than the 180 s between two heartbeats"):
         resume_crashed(trained, within=120)
+    with pytest.raises(ValueError, match="begins_within=0:02:00 is shorter than the 200 s for which the resumer waits"):
+        resume_crashed(trained, begins_within=120)
     with pytest.raises(ValueError, match="max_restarts=-1: give 0 or more"):
         resume_crashed(trained, max_restarts=-1)
     for gone in ("train/gone", UUID(int=3)):

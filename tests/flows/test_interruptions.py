@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from json import JSONDecodeError
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
@@ -204,7 +205,9 @@ def test_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch)
     assert (raised.value.state.name, termination.cause.reason, pruned) == ("Suspended", "suspended", ["pruned"])
 
 
-@pytest.mark.parametrize("error", [ObjectNotFound(None), httpx.ReadTimeout("no answer")])
+@pytest.mark.parametrize(
+    "error", [ObjectNotFound(None), httpx.ReadTimeout("no answer"), JSONDecodeError("a proxy's page", "<", 0)]
+)
 def test_what_prefect_cannot_say_now_is_asked_again(monkeypatch, error):
     monkeypatch.setattr(interruptions, "_POLL_S", 0.0)
     answers, termination = iter([error, Interruption("suspended")]), Termination(1.0)

@@ -34,7 +34,6 @@ COMMITTED = "prefect-torch.checkpoint.committed"
 PRUNED = "prefect-torch.checkpoint.pruned"
 QUARANTINED = "prefect-torch.checkpoint.quarantined"
 LONGEST_CLOSE_S = 15.0  # of the 20 for all observers together
-LONGEST_TEXT = 4000
 _NO_NUMBER = (1, math.inf)  # sorts above missing scores and NaN, below every number
 MATERIALIZED_BY = "prefect-torch"
 
@@ -70,7 +69,7 @@ class EventObserver:
         elif isinstance(event, CheckpointsPruned):
             self._outbox.put(*(self._about_checkpoint(PRUNED, it.id, {"metrics": plain(it.metrics)}) for it in event.plan.drop))
         elif isinstance(event, CheckpointQuarantined):
-            self._outbox.put(self._about_checkpoint(QUARANTINED, event.id, {"reason": event.reason[:LONGEST_TEXT]}))
+            self._outbox.put(self._about_checkpoint(QUARANTINED, event.id, {"reason": event.reason}))
         elif isinstance(event, AttemptEnded):
             self._attempt_ended(event.outcome)
         else:
@@ -107,7 +106,7 @@ class EventObserver:
     def _attempt_ended(self, outcome: Outcome) -> None:
         if outcome.ending not in ("failed", "preempted") or outcome.kind is None:  # without a kind, it was planned
             return
-        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": (outcome.error or "")[:LONGEST_TEXT]}
+        payload = {"ending": outcome.ending, "kind": outcome.kind, "error": outcome.error or ""}
         self._outbox.put(self._about_attempt(ATTEMPT_FAILED, outcome.attempt, payload, ending=outcome.ending))
 
     def _about_attempt(self, event: str, attempt: int, payload: dict[str, Any], **labels: str) -> Event:

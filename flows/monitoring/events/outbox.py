@@ -13,15 +13,19 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
+from prefect_torch.flows.monitoring.text import storable
 from prefect_torch.flows.prefect_api.client import own_connections
 from prefect_torch.flows.prefect_api.outage import is_key_refused, is_outage
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 
 PERIOD_S = 5.0
+LONGEST_TEXT = 4000
 _MOST_PER_REQUEST = 200
 _MOST_WAITING = 20_000
 _REQUEST_S = 5.0
+_MOST_BYTES = 1_000_000  # the server drops an event of more than 1.5 MB, with its own fields
+_LONGEST_TEXTS = (LONGEST_TEXT, 100)
 _OF_ONE = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
@@ -122,11 +126,23 @@ class _UnencodableError(Exception):
 
 
 def _encoded(events: list[Event]) -> bytes:
-    """Return events as JSON, which cannot hold text with half a character, or NaN in a list."""
+    """Return events as JSON, which cannot hold NaN in a list."""
     try:
-        return json.dumps([it.model_dump(mode="json") for it in events], ensure_ascii=False, allow_nan=False).encode()
+        return b"[%s]" % b",".join(map(_fitting, events))
     except (TypeError, ValueError) as exc:
         raise _UnencodableError(f"{events[0].event} has no form in JSON: {exc}") from exc
+
+
+def _fitting(event: Event) -> bytes:
+    """Return an event as JSON, with shorter texts in its payload, or none, where the server would drop it without a word."""
+    dump = storable(event.model_dump(mode="json"))
+    for longest in _LONGEST_TEXTS:
+        dump["payload"] = storable(dump["payload"], longest)
+        fitting = json.dumps(dump, ensure_ascii=False, allow_nan=False).encode()
+        if len(fitting) <= _MOST_BYTES:
+            return fitting
+    get_run_logger().warning("%s is sent without its payload, which is larger than Prefect's server takes", event.event)
+    return json.dumps({**dump, "payload": {}}, ensure_ascii=False, allow_nan=False).encode()
 
 
 async def _run_resources() -> list[RelatedResource]:

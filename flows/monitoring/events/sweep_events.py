@@ -8,7 +8,7 @@ from prefect_torch.flows.sweeps.journal import events
 from prefect_torch.flows.sweeps.journal.events import TrialEnded, TrialReported, TrialResumed, TrialStarted
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, score_of
 
-from .observer import LONGEST_CLOSE_S, LONGEST_TEXT, finite, plain
+from .observer import LONGEST_CLOSE_S, finite, plain
 from .outbox import EventOutbox
 
 NEW_BEST = "prefect-torch.sweep.new-best"
@@ -60,8 +60,7 @@ class SweepEvents:
         path = f"{self._run.storage.url}/{trial.run}"
         about = {"prefect.resource.id": f"{_TRIAL}{path}", "prefect.resource.name": trial.run}
         sweep = RelatedResource({**labels, **self._about_sweep(), "prefect.resource.role": "sweep"})
-        reason = None if trial.reason is None else trial.reason[:LONGEST_TEXT]
-        payload = {"config": plain(trial.config), "metrics": plain(trial.metrics), "reason": reason}
+        payload = {"config": plain(trial.config), "metrics": plain(trial.metrics), "reason": trial.reason}
         return Event(event=_TRIAL + name, resource=Resource({**labels, **about}), related=[sweep], payload=payload)
 
     def _new_best(self, trial: TrialRecord, score: float) -> Event:

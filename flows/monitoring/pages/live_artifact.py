@@ -18,6 +18,7 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable
+from prefect_torch.flows.monitoring.text import storable
 
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
 
@@ -86,7 +87,7 @@ class LiveArtifact:
             return
         if self._may_exist and flow_run_id is not None:
             self._id, self._may_exist = _find(client, self._key, flow_run_id), False
-        description, data = encodable(description), encodable(data) if isinstance(data, str) else data
+        description, data = encodable(description), storable(data)
         if self._id is None or not _update(client, self._id, data, description):
             made = ArtifactCreate(key=self._key, type=self._kind, description=description, data=data, flow_run_id=flow_run_id)
             self._id = client.create_artifact(made).id

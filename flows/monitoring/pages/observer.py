@@ -9,7 +9,7 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.text import page_url, plain_text, show_time
+from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, show_time
 from prefect_torch.flows.prefect_api.client import LazyClient
 from prefect_torch.flows.prefect_api.flow_run import has_run_before
 from prefect_torch.flows.prefect_api.settings import without_retries
@@ -103,7 +103,7 @@ class PageObserver:
             path=self._store.path,
             first_metric=self._policy.checkpoint_score_attribute,
             order=self._policy.checkpoint_score_order,
-            flow_runs={log.number: page_url("flow-run", UUID(it)) for log in logs if (it := log.attempt.owner.flow_run_id)},
+            flow_runs={log.number: page for log in logs if (page := flow_run_page(log.attempt.owner.flow_run_id))},
             ranks={log.number: log.ranks for log in logs if log.ranks},
             setup=replace(self._setup, gpus=self._gpus.uses),
         )

@@ -19,7 +19,7 @@ from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import link_text, page_url, plain_text, seconds_of, show_number, show_time
+from prefect_torch.flows.monitoring.text import flow_run_page, link_text, plain_text, seconds_of, show_number, show_time
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
@@ -137,7 +137,14 @@ def _status(store: CheckpointStore) -> AttemptStatus | None:
 def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], float], row: RunRow) -> RunRow:
     if clock() >= until_s:
         return row
-    store = CheckpointStore.open(storage, row.name)
+    try:
+        return _read_metrics(CheckpointStore.open(storage, row.name), row)
+    except (CheckpointError, OSError, ValueError, LookupError) as exc:  # as in `_status`
+        get_run_logger().warning("the metrics of run %r are not on the page of its storage: %s", row.name, exc)
+        return row
+
+
+def _read_metrics(store: CheckpointStore, row: RunRow) -> RunRow:
     history = [record for record in read_history(store) if not record.is_logged]
     if not history:
         return _as_sweep(store, row)
@@ -167,7 +174,8 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
 
 def _cells(row: RunRow) -> Iterator[str]:
     attempt, led_by = row.status.attempt, row.status.attempt.owner.flow_run_id
-    yield f"[{link_text(row.name)}]({page_url('flow-run', UUID(led_by))})" if led_by else plain_text(row.name)
+    page = flow_run_page(led_by)
+    yield plain_text(row.name) if page is None else f"[{link_text(row.name)}]({page})"
     yield row.status.state
     yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
     is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None

@@ -8,7 +8,7 @@ from prefect_torch.ckpt import Manifest, RetentionPolicy
 from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import sort_by_score
 from prefect_torch.ckpt.text import show_age, show_bytes
-from prefect_torch.flows.monitoring.text import show_number, show_time
+from prefect_torch.flows.monitoring.text import shorten, show_number, show_time
 
 MAX_HELD = 2000
 MAX_ROWS = 100
@@ -126,7 +126,8 @@ def checkpoint_rows(
 
     def cells(checkpoint: StoredCheckpoint, names: Sequence[str]) -> dict[str, str | int]:
         columns = (f"metric {name}" if name in _COLUMNS else name for name in names)
-        return {column: show_number(find_metric(checkpoint.metrics, name)) for column, name in zip(columns, names, strict=True)}
+        shown = [shorten(show_number(find_metric(checkpoint.metrics, name))) for name in names]
+        return dict(zip(columns, shown, strict=True))
 
     return [
         {

@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from uuid import UUID
 
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import page_url, plain_text, shorten, show_compact, show_number, show_time
+from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, shorten, show_compact, show_number, show_time
 
 from .coordinates import draw_coordinates, draw_importances
 from .parameters import Value, at_equal_steps, importances, varied
@@ -177,5 +176,5 @@ def _cell(parameters: Mapping[str, Value], name: str) -> str:
 
 
 def _link(trial: SeenTrial, words: str) -> str:
-    led_by = trial.curve.flow_run_id
-    return words if led_by is None else f"[{words}]({page_url('flow-run', UUID(led_by))})"
+    page = flow_run_page(trial.curve.flow_run_id)
+    return words if page is None else f"[{words}]({page})"

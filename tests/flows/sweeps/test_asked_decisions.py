@@ -6,12 +6,13 @@ import threading
 import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, uniform
 from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
@@ -64,6 +65,23 @@ def test_a_question_is_answered_once_and_leaves_nothing(sweep):
     assert request.metrics["deep"] == {"a": math.inf}
     assert (request.step, request.num_reports, request.checkpoint) == (3, 4, "some-checkpoint")
     assert sweep.keys("") == []
+
+
+@pytest.mark.parametrize("odd", [{"request": {}}, {"request": {"__float__": "nan"}}, {"__float__": "nan"}])
+def test_a_question_that_cannot_be_read_is_refused_and_the_others_are_answered(sweep, caplog, odd):
+    deciding, trial = Deciding(), AskedDecisions(sweep, TRIAL)
+    sweep.put_json(sweep.layout.asked(f"{TRIAL}-odd"), odd)
+    assert asked_while_answered(sweep, trial.points, {TRIAL: deciding}.get) == [deciding.points()]
+    assert f"{TRIAL}-odd.json of a trial cannot be answered" in caplog.text
+
+
+def test_a_trial_whose_question_is_refused_says_so(sweep):
+    def refuse(_):
+        (key,) = sweep.keys(sweep.layout.all_asked)
+        sweep.put_json(sweep.layout.answered(stem(key)), {"refused": "it is of a newer version"})
+
+    with pytest.raises(MalformedRecordError, match=f"'sweep' cannot answer trial '{TRIAL}': it is of a newer version"):
+        AskedDecisions(sweep, TRIAL, sleep=refuse).points()
 
 
 def test_an_answer_that_is_read_at_this_moment_is_not_given_again():

@@ -23,6 +23,7 @@ from prefect.states import Cancelling, Failed, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, sweeping, uniform
 from prefect_torch.flows.prefect_api.settings import without_retries
@@ -107,7 +108,7 @@ WRONG = [
 def test_more_trials_at_once_than_an_answer_of_the_api_has_rows_are_all_seen_to_end(prefect_server, tmp_path, monkeypatch):
     monkeypatch.setattr(DeployedTrials, "_end_of", lambda *_: None)
     sweep_run = Run.open(str(tmp_path), "many")
-    trials = DeployedTrials(None, None, sweep_run, "train/many", "")
+    trials = DeployedTrials(None, None, sweep_run, 1, "train/many", "")
     trials._running = {it: (TrialRecord(it, f"many/trial-{it:04d}-{it:08x}", {}, it), uuid4()) for it in range(201)}
     assert trials.take_ended(0).keys() == set(range(201))
 
@@ -161,7 +162,9 @@ def api(monkeypatch):
 @pytest.fixture
 def trials(tmp_path):
     training = SimpleNamespace(storage=StorageSpec(str(tmp_path)), failure=FailureConfig())
-    return DeployedTrials(training, None, Run.open(str(tmp_path), "sweep"), "train/gpu", "")
+    sweep = Run.open(str(tmp_path), "sweep")
+    attempt = claim_attempt(sweep, Owner.current("the sweep's"), world_size=0)
+    return DeployedTrials(training, None, sweep, attempt.number, "train/gpu", "")
 
 
 TRIAL = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0)
@@ -193,6 +196,16 @@ def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost
     assert keys[0] == keys[1]
     trials.start(TRIAL)
     assert keys[2] != keys[0], "it is another start"
+
+
+def test_a_sweep_that_was_overtaken_leaves_the_trials_to_its_successor(api, trials, tmp_path):
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    trials.terminate(KeyboardInterrupt())
+    assert api.cancelled == [api.flow_run.id]
+    claim_attempt(Run.open(str(tmp_path), "sweep"), Owner.current("the next"), world_size=0)
+    trials.terminate(KeyboardInterrupt())
+    assert api.cancelled == [api.flow_run.id]
+    assert trials.num_running() == 0
 
 
 def test_trials_have_answers_while_the_api_is_away_which_is_asked_rarely(api, trials, monkeypatch):
@@ -246,6 +259,38 @@ def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, 
     for clock.now_s in (100.0, 103.0, 105.0, 109.0, 110.0):
         _, lost[clock.now_s] = watch.look([(TRIAL, api.flow_run.id)])
     assert lost == {100.0: set(), 103.0: set(), 105.0: set(), 109.0: set(), 110.0: {api.flow_run.id}}
+    assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
+
+
+def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_path, monkeypatch):
+    clock, crashed, heartbeats = SimpleNamespace(now_s=0.0), [], []
+    monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(trial_flow_runs, "Backoff", lambda: SimpleNamespace(wait_s=lambda: 0.0, record=lambda: None))
+    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", lambda *_: heartbeats[-1] if heartbeats else None)
+    monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
+    owner = replace(OWNERS["unknown"], flow_run_id=str(api.flow_run.id))
+    claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
+    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+
+    def is_lost_in(seconds):
+        until_s = clock.now_s + seconds
+        while clock.now_s < until_s:
+            clock.now_s += 10.0
+            if (seen := watch.look([(TRIAL, api.flow_run.id)])) is not None and seen[1]:
+                return True
+        return False
+
+    assert not is_lost_in(3000), "without any heartbeat, silence means nothing"
+    for _ in range(10):
+        heartbeats.append(SimpleNamespace(id=uuid4()))
+        assert not is_lost_in(180)
+    api.is_away = True
+    assert not is_lost_in(3000)
+    api.is_away = False
+    assert not is_lost_in(500), "the heartbeat that came during the outage is unknown"
+    heartbeats.append(SimpleNamespace(id=uuid4()))
+    assert not is_lost_in(520)
+    assert is_lost_in(100)
     assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
 
 

@@ -133,7 +133,7 @@ def test_a_failure_says_why_in_bounds(training):
     failed = training[3][1]
     assert failed.resource["ending"] == "failed"
     assert failed.payload["kind"] == "user"
-    assert failed.payload["error"] == "boom" * 1000
+    assert failed.payload["error"] == f"{'boom' * 500} [4000 characters left out] {'boom' * 500}"
 
 
 def test_without_a_score_the_newest_is_best(training):
@@ -239,7 +239,7 @@ def test_a_key_that_has_expired_is_told_once_with_the_number_of_events(monkeypat
     assert "2 events of this training could not be sent to Prefect (HTTPStatusError('expired'))" in caplog.text
 
 
-@pytest.mark.parametrize("faulty", [event(0, "x" * 2000), event(0).model_copy(update={"payload": {"x": "\ud800"}})])
+@pytest.mark.parametrize("faulty", [event(0, "x" * 2000), event(0).model_copy(update={"payload": {"x": object()}})])
 def test_an_event_that_is_refused_or_has_no_form_in_json_costs_no_other_one(monkeypatch, caplog, faulty):
     about = f"beside-{len(faulty.event)}"
 
@@ -251,3 +251,27 @@ def test_an_event_that_is_refused_or_has_no_form_in_json_costs_no_other_one(monk
     assert caplog.text.count("Prefect refuses 1 events of this training") == 1
     found = events_about(f"{about}.", 3)
     assert [it.resource.id for it in found] == [f"{about}.{number:03}" for number in range(3)]
+
+
+def test_what_a_database_cannot_hold_and_the_server_would_drop_is_told_in_another_form(caplog):
+    """PostgreSQL takes no NUL, and the server drops an event of 1.5 MB while it answers that it has it."""
+    about = "large"
+    payloads = [
+        {"text": "a\0b\ud800", "a\0": [1, "\0"]},
+        {"samples": "x" * 3_000_000},
+        {f"sample {number}": "x" * 3000 for number in range(1000)},
+        {f"sample {number}": number for number in range(100_000)},
+    ]
+
+    def use(outbox):
+        outbox.put(*(event(number, about=about).model_copy(update={"payload": it}) for number, it in enumerate(payloads)))
+        outbox.close(20)
+
+    posting(use)
+    odd, long, many, most = (it.payload for it in events_about(f"{about}.", 4))
+    assert odd == {"text": "a\\x00b\\ud800", "a\\x00": [1, "\\x00"]}
+    assert "2996000 characters left out" in long["samples"]
+    assert len(many) == 1000
+    assert all("characters left out" in it for it in many.values())
+    assert most == {}
+    assert caplog.text.count("sent without its payload") == 1

@@ -44,3 +44,8 @@ def test_of_very_many_checkpoints_the_newest_and_those_with_a_reason_are_shown()
     many = [saved(step) for step in range(MAX_ROWS + 50)]
     found = rows(many, {it.id: ("all", "pinned") if it.step == 3 else ("all",) for it in many})
     assert [row["step"] for row in found] == [*range(MAX_ROWS + 49, 50, -1), 3]
+
+
+def test_a_long_text_among_metrics_is_cut():
+    (row,) = rows([saved(1, sample="x" * 10**6)], {})
+    assert len(row["sample"]) < 200

@@ -1,6 +1,7 @@
 """The page of a storage: its runs side by side."""
 
 import base64
+import json
 import re
 from dataclasses import asdict
 from uuid import UUID
@@ -68,6 +69,30 @@ def test_a_sweep_that_has_lost_an_entry_of_its_journal_hides_no_run(storage):
     run.storage.delete([list_parts(run)[1].key])
     page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
     assert "| completed | 4 trials | loss 0.5 |" in page
+
+
+def test_a_run_whose_records_cannot_be_read_hides_no_other(storage, caplog):
+    leave_run(storage, "good", [1.0, 2.0])
+    for name in ("odd_time", "odd_leader", "odd_history"):
+        leave_run(storage, name, [1.0, 2.0])
+    by_name = {name: CheckpointStore.open(storage, name) for name in ("odd_time", "odd_leader", "odd_history")}
+    change_claim(by_name["odd_time"], claimed_at="x")
+    change_claim(by_name["odd_leader"], owner={**asdict(Owner.current("x"))})
+    (chunk,) = by_name["odd_history"].keys(by_name["odd_history"].layout.metrics)
+    by_name["odd_history"].storage.put_bytes(chunk, b"{")
+    page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
+    assert "| odd\\_leader | completed | 1 | loss 1 |" in page
+    assert "[odd_history]" in page
+    assert "[good]" in page
+    assert "odd_time" not in page
+
+
+def change_claim(store, **changes):
+    """Change a claim as version 0.1 wrote it, without a digest."""
+    (key,) = store.keys(store.layout.attempts)[:1]
+    body = store.get_json(key)
+    body.pop("digest", None)
+    store.storage.put_bytes(key, json.dumps({**body, **changes}).encode())
 
 
 def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage, monkeypatch):
