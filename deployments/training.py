@@ -104,8 +104,8 @@ def deploy(
 
     A process worker runs it in the current directory, to which `train_fn` and a relative storage are relative, unless the job
     variable `working_dir` is set. In containers, `train_fn` must be part of the image. If the work pool has the variable
-    `num_gpus`, as in this package's job templates, it requests one GPU for each rank, unless the job variables
-    name `gpu_ids`.
+    `num_gpus`, as in this package's job templates, it requests one GPU for each rank (of a range, for the most) with
+    `use_gpu=True` and without a cluster, and none otherwise, or if the job variables name `gpu_ids`.
 
     Args:
         name: The deployment's name; an existing deployment is updated.
@@ -126,7 +126,7 @@ def deploy(
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If there is no such work pool, or the checkpoints would be lost with the container.
+        ValueError: If there is no such work pool, or the storage is a relative path, which would be lost with the container.
 
     """
     pool = read_work_pool(work_pool)
@@ -241,9 +241,11 @@ def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
         return None
     if not _IN_CONTAINER.match(run.storage):
         return None
+    has_volumes = has_variable(pool, "volumes")
+    others = ", a block, or the absolute path of a volume (job variable volumes)" if has_volumes else " or a block"
     return (
-        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a URL, "
-        "a block, or the absolute path of a volume"
+        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a "
+        f"URL{others}"
     )
 
 

@@ -78,7 +78,9 @@ def list_gpus() -> list[Gpu]:
     """
     listed = subprocess.run([sys.executable, "-c", _PRINT_GPUS], capture_output=True, text=True, check=False)
     if listed.returncode != 0:
-        raise RuntimeError(f"torch cannot list the GPUs of this machine:\n{listed.stderr[-4000:]}")
+        raise RuntimeError(
+            f"torch cannot list the GPUs of this machine, which `prefect-torch doctor` checks:\n{listed.stderr[-4000:]}"
+        )
     found = json.loads(listed.stdout.splitlines()[-1])
     variable = _variable(found["type"], is_rocm=found["is_rocm"])
     visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
@@ -170,7 +172,9 @@ class GpuAllocation:
             in_use = f"{self._fewest} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
             now_s = time.monotonic()
             if self._wait_s is not None and now_s - started_s >= self._wait_s:
-                raise GpusBusyError(f"{in_use}; wait_for_gpus_s={self._wait_s:g} is over", in_use)
+                raise GpusBusyError(
+                    f"{in_use}; wait_for_gpus_s={self._wait_s:g} is over: give more seconds, or end one of them", in_use
+                )
             if now_s >= remind_s:
                 get_run_logger().warning("waiting for GPUs: %s", in_use)
                 remind_s = now_s + _REMIND_S

@@ -161,7 +161,8 @@ def _choose(
 def nothing_to_resume(run: Run) -> CheckpointNotFoundError:
     """Return the error of a run without a checkpoint that must resume."""
     return CheckpointNotFoundError(
-        f"run {run.name!r} in {run.storage.url} has no checkpoint to resume from, and resume='must' asks for one"
+        f"run {run.name!r} in {run.storage.url} has no checkpoint to resume from, and resume='must' asks for one: correct the "
+        "name or the storage (`prefect-torch ls STORAGE` lists the runs), or give resume='auto'"
     )
 
 
@@ -190,5 +191,8 @@ def missing_run_named(initial: CheckpointRef) -> Iterator[None]:
         run = Run.open(initial.storage, initial.run)
         if has_begun(run):
             raise
-        what = f"there is no run {run.name!r} in {run.storage.url}, so it has no checkpoint {initial.checkpoint_id}"
+        what = (
+            f"there is no run {run.name!r} in {run.storage.url}, so it has no checkpoint {initial.checkpoint_id}: correct the "
+            "name or the storage (`prefect-torch ls STORAGE` lists the runs)"
+        )
         raise CheckpointNotFoundError(what) from exc

@@ -120,8 +120,10 @@ def test_gpus_that_are_named_are_not_counted_too(client):
 def test_checkpoints_that_would_vanish_with_their_container_are_refused():
     with pytest.raises(ValueError, match=r"'./checkpoints' is a directory of a container, which is lost with it"):
         deploy("lost", "my_training:train_fn", work_pool="docker-pool")
-    with pytest.raises(ValueError, match="'~/checkpoints' is a directory of a container"):
+    with pytest.raises(ValueError, match=r"'~/checkpoints' is a directory of a container.*, or the absolute path of a volume"):
         deploy("lost", "my_training:train_fn", run=RunConfig(storage="~/checkpoints"), work_pool="docker-pool")
+    with pytest.raises(ValueError, match=r"give RunConfig\(storage=...\) a URL or a block$"):  # no volume is mounted there
+        deploy("lost", "my_training:train_fn", work_pool="kubernetes-pool")
     deploy("volume", "my_training:train_fn", run=RunConfig(storage="/volume/runs"), work_pool="docker-pool")
 
 

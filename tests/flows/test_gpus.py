@@ -88,7 +88,8 @@ def test_ranks_of_another_machine_have_its_gpus_and_no_others(run):
     two, three = (ScalingConfig(num_workers=number, use_gpu=True, cluster=cluster) for number in (2, 3))
     ranks = train("gpu_trainings:tell_gpu", {}, two, run).return_value["ranks"]
     assert [(rank["visible"], rank["device"]) for rank in ranks] == [("0,1", "fakegpu:0"), ("0,1", "fakegpu:1")]
-    with pytest.raises(NotEnoughMachinesError, match=r"^3 ranks wanted, the cluster has room for 2: here: 2$"):
+    advice = r"give num_workers=\(fewest, most\), or give the cluster a longer wait_s"
+    with pytest.raises(NotEnoughMachinesError, match=rf"^3 ranks wanted, the cluster has room for 2: here: 2; {advice}$"):
         train("gpu_trainings:tell_gpu", {}, three, run, failure=FailureConfig(max_infrastructure_failures=0))
 
 

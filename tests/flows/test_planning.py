@@ -105,7 +105,10 @@ def test_a_fresh_start_is_one_unless_it_must_resume(store, resume, begins):
     found = planned(store, name="other", resume=resume)
     assert found.would_begin is begins
     assert found.resumes_from is None
-    assert begins or line(found, "start")[1].endswith("has no checkpoint to resume from, and resume='must' asks for one")
+    assert begins or line(found, "start")[1].endswith(
+        "has no checkpoint to resume from, and resume='must' asks for one: correct the name or the storage (`prefect-torch ls "
+        "STORAGE` lists the runs), or give resume='auto'"
+    )
 
 
 def test_a_run_without_a_name_has_nothing_that_it_must_resume(store):
@@ -137,7 +140,8 @@ def test_a_new_run_begins_with_the_initial_checkpoint_where_that_is_whole(store)
     store.storage.local_path(store.layout.data(third.id, "model")).write_text("longer than it was")
     assert line(planned(store, name=None, resume_from=f"run/{third.id}"), "start")[0] == "wrong"
     missing = line(planned(store, resume_from=f"nope/{third.id}"), "start")
-    assert missing == ("wrong", f"there is no run 'nope' in {store.storage.url}, so it has no checkpoint {third.id}")
+    advice = "correct the name or the storage (`prefect-torch ls STORAGE` lists the runs)"
+    assert missing == ("wrong", f"there is no run 'nope' in {store.storage.url}, so it has no checkpoint {third.id}: {advice}")
 
 
 def test_all_that_is_wrong_is_told_at_once(tmp_path):

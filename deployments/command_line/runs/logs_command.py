@@ -39,7 +39,8 @@ def logs(storage: str, run: str, attempt: int | None, evaluation: str | None, ch
     flow_run_id = chosen.owner.flow_run_id
     if flow_run_id is None:
         raise FileNotFoundError(
-            f"attempt {chosen.number} of run {run!r} was led by no flow run, and no log lies beside the run"
+            f"attempt {chosen.number} of run {run!r} was led by no flow run, and no log lies beside the run: with log_ranks or "
+            "log_level, a training stores its logs there"
         )
     from .prefect_logs import read_lines  # noqa: PLC0415 - imports prefect, for this command only
 

@@ -154,6 +154,7 @@ def _nodes_of_job(wanted: MachineRequest, slots: int, in_job: int) -> str:
     if there < math.ceil(wanted.fewest / slots):
         raise NotEnoughMachinesError(
             f"{wanted.fewest} ranks wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
-            f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost"
+            f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost; give "
+            "num_workers=(fewest, most), or the job more machines"
         )
     return str(min(math.ceil(wanted.most / slots), there))

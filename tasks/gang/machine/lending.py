@@ -179,7 +179,9 @@ class Machines:
         num_ranks = _fill(machines, wanted.most)
         if sum(num_ranks) < wanted.fewest:
             if gathering.counted is not None and gathering.counted[1] < wanted.fewest:
-                raise NotEnoughMachinesError(f"{_ranks(wanted)} wanted, the cluster has {gathering.counted[0]}")
+                raise NotEnoughMachinesError(
+                    f"{_ranks(wanted)} wanted, the cluster has {gathering.counted[0]}; {_remedy(wanted)}"
+                )
             raise NotEnoughMachinesError(_shortage(wanted, machines, gathering.missing()))
         used = sum(number > 0 for number in num_ranks)
         for machine in machines[used:]:
@@ -201,7 +203,12 @@ def _shortage(wanted: MachineRequest, machines: Sequence[RemoteMachine], missing
     avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
     room = sum(machine.slots for machine in machines)
     reasons = "; ".join([*there, *missing, *avoided]) or "no machine"
-    return f"{_ranks(wanted)} wanted, the cluster has room for {room}: {reasons}"
+    return f"{_ranks(wanted)} wanted, the cluster has room for {room}: {reasons}; {_remedy(wanted)}"
+
+
+def _remedy(wanted: MachineRequest) -> str:
+    fewer = "give num_workers=(fewest, most)" if wanted.fewest == wanted.most else "lower the minimum of num_workers"
+    return f"{fewer}, or give the cluster a longer wait_s"
 
 
 def _ranks(wanted: MachineRequest) -> str:

@@ -76,7 +76,9 @@ def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: 
     if takes_config(function):
         return function({} if config is None else config)
     if config:
-        raise TypeError(f"config is given but {function.__name__}() takes no argument")
+        raise TypeError(
+            f"config is given but {function.__name__}() takes no argument: leave config out, or let the function take it"
+        )
     return function()
 
 

@@ -58,7 +58,10 @@ def take_device(local_rank: int) -> "torch.device":
 
     kind = gpu_type()
     if kind is None:
-        raise RuntimeError("torch finds no GPU in this rank's process, though the flow's process found one")
+        raise RuntimeError(
+            "torch finds no GPU in this rank's process, though the flow's process found one: run `prefect-torch doctor` on "
+            "this machine"
+        )
     device = torch.device(kind, local_rank)
     module: Any = torch.get_device_module(device)
     module.set_device(device)

@@ -59,7 +59,10 @@ def _find_module(name: str, given: str) -> Path | None:
     except (ImportError, ValueError) as exc:
         raise ValueError(f"{given}: module {name!r} cannot be found: {exc}") from exc
     if spec is None:
-        raise ValueError(f"{given}: there is no module {name!r} in {Path.cwd()} or among the installed")
+        raise ValueError(
+            f"{given}: there is no module {name!r} in {Path.cwd()} or among the installed: give 'path/to/file.py:function', or "
+            "start in the directory of the module"
+        )
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 

@@ -24,6 +24,13 @@ def test_files_beside_the_run_are_printed_for_the_newest_attempt(local, command,
     assert (code, err) == (1, "prefect-torch: run 'run' has no attempt 7; it has 1, 2\n")
 
 
+def test_a_run_that_no_flow_run_has_led_has_a_log_where_its_training_stores_one(local, command, tmp_path):
+    store_run(local, tmp_path / "scratch")
+    code, out, err = command("logs", local, "run")
+    assert (code, out) == (1, "")
+    assert "attempt 2 of run 'run' was led by no flow run, and no log lies beside the run: with log_ranks or log_level" in err
+
+
 def test_without_files_and_an_api_it_says_what_to_set(local, command, tmp_path):
     flow_run_id = str(uuid4())
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)

@@ -105,7 +105,8 @@ def test_a_slice_of_a_gpu_is_known_by_its_own_name(torchs_machine, monkeypatch):
 
 def test_a_torch_that_cannot_list_gpus_says_why(torchs_machine, monkeypatch):
     monkeypatch.setenv("PRETENDED_GPUS", "many")
-    with pytest.raises(RuntimeError, match=r"(?s)torch cannot list the GPUs of this machine:.*'many'"):
+    reason = r"(?s)torch cannot list the GPUs of this machine, which `prefect-torch doctor` checks:.*'many'"
+    with pytest.raises(RuntimeError, match=reason):
         list_gpus()
 
 
@@ -153,7 +154,8 @@ def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
     ) as refused:
         take(third)
     arrived = pickle.loads(pickle.dumps(refused.value))
-    assert (str(arrived), arrived.in_use) == (f"{refused.value.in_use}; wait_for_gpus_s=0 is over", refused.value.in_use)
+    assert arrived.in_use == refused.value.in_use
+    assert str(arrived) == f"{arrived.in_use}; wait_for_gpus_s=0 is over: give more seconds, or end one of them"
     assert take(first) == {"FAKEGPU_VISIBLE_DEVICES": "0"}  # it has it already
     second.release()
     assert take(third) == {"FAKEGPU_VISIBLE_DEVICES": "1"}

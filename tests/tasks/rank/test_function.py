@@ -150,7 +150,7 @@ def test_a_reference_is_looked_up_but_not_imported(folder):
         ("user_training:config", "defines no 'config'"),  # only within a function
         ("nothing.py:train_fn", "is not valid Python"),
         ("user_training.py:nosuch", "defines no 'nosuch'"),
-        ("nosuch_module:f", "there is no module 'nosuch_module'"),
+        ("nosuch_module:f", "there is no module 'nosuch_module' .*: give 'path/to/file.py:function', or start in the"),
         ("nosuch/file.py:f", "there is no file"),
         ("broken:train_fn", "is not valid Python"),
         ("user_training", "give 'module:function'"),

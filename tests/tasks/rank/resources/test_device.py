@@ -90,5 +90,5 @@ def test_a_rank_takes_its_gpu_waits_for_its_memory_and_stays_on_the_cpus_beside_
 def test_a_machine_without_a_gpu_has_none():
     assert gpu_type() is None
     assert not is_memory_held_by_others()
-    with pytest.raises(RuntimeError, match="torch finds no GPU in this rank's process"):
+    with pytest.raises(RuntimeError, match=r"torch finds no GPU in this rank's process.*: run `prefect-torch doctor` on this"):
         device.take_device(0)
