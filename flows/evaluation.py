@@ -133,7 +133,8 @@ def evaluate(
     initialized. The metrics that rank 0 returns are attached as `Manifest.metrics[name]` and replace those attached under that
     name before. A function whose first argument is called `checkpoint`, as Ray Train's validate, gets the checkpoint and the
     items of the config by name. The flow may run during the run's training, which it does not affect. A checkpoint that is
-    pruned meanwhile is skipped. A failed evaluation fails the flow after the other checkpoints are evaluated.
+    pruned meanwhile is skipped. A failed evaluation fails the flow after the other checkpoints are evaluated, or immediately if
+    each of these would fail in the same way: the function cannot be imported, or GPUs stay in use.
 
     Args:
         eval_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
@@ -144,7 +145,8 @@ def evaluate(
         config: The function's argument, if it takes one; for a function that takes the checkpoint, its other arguments by name.
         scaling: The number of ranks and their devices. One rank without a GPU if None.
         name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
-        watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended.
+        watch: Whether to evaluate each new checkpoint until the flow run that trains the run has ended; a restart by an
+            automation is another flow run.
         poll_s: How often to look for new checkpoints, in seconds.
         working_dir: A directory whose copy comes along to all machines, as `RunConfig.working_dir`; the flow's own if None.
         log_ranks: Whose lines go to Prefect's log; the last lines of a rank that fails do in any case.
@@ -155,7 +157,7 @@ def evaluate(
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
             RankFailedError of a process that died.
         ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
-        FileNotFoundError: If there is no such run.
+        FileNotFoundError: If there is no such run, or no attempt of it has begun.
         GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
         NotEnoughMachinesError: If too few ranks fit on the cluster.
         StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory.

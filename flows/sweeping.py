@@ -119,13 +119,14 @@ def sweep(
         train_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
         space: The space to search: a config in which some values are domains, such as `loguniform(1e-4, 1e-1)`.
         config: The config that all trials share.
-        search: The metric, the number of trials, and the search method.
+        search: The metric, the number of trials, and the search method. Required. `max_t` completes trials with any scheduler.
         scaling: The ranks of each trial. One rank without a GPU if None.
         run: The sweep's name, the location of its records, and how it starts; a trial's run is "<name>/trial-0007-<8 hex>".
         checkpoint: Which checkpoints each trial keeps. All if None.
         failure: How often each trial is restarted.
         trials_on: The deployment of the flow `train` that runs each trial as a flow run, such as "train/gpu", on the machines
-            of its work pool. If None, trials run in this process, and their ranks are task runs.
+            of its work pool, with the job variables that the deployment has. If None, trials run in this process, and their
+            ranks are task runs.
 
     Raises:
         ValueError: If an argument is invalid; nothing was started.

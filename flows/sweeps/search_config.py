@@ -116,7 +116,11 @@ class SearchConfig(FormModel):
         default=3, gt=1, allow_inf_nan=False, title="Reduction", description="One trial in this many goes on at each rung."
     )
     max_t: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, title="Longest", description="The time at which a trial is complete."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        title="Longest",
+        description="The time at which a trial is complete, with any scheduler.",
     )
     perturbation_interval: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, title="Interval", description="The time between two decisions of pbt."

@@ -164,13 +164,13 @@ class RunConfig(_Config):
         default="all",
         title="Log ranks",
         description="Whose lines go to Prefect's log: those of all ranks, of rank 0, or of each machine's first rank. If not "
-        "of all, every rank's lines are stored beside the run, too, for prefect-torch logs.",
+        "of all, or with a log level, every rank's lines are stored beside the run, too, for prefect-torch logs.",
     )
     log_level: LogLevel | None = Field(
         default=None,
         title="Log level",
         description="Only lines of at least this level go to Prefect's log: lines that begin with one, as loggers write them; "
-        "others count as INFO, and tracebacks as ERROR. All lines when empty.",
+        "others count as INFO, and tracebacks as ERROR. All lines when empty; otherwise all are stored beside the run, too.",
     )
     sync: SyncConfig | None = Field(
         default=None,
@@ -328,7 +328,7 @@ class FailureConfig(_Config):
         allow_inf_nan=False,
         title="Hang timeout (seconds)",
         description="Stop and restart a training that has not reported for so long: more than the longest time between two "
-        "reports, an upload included. Never when empty.",
+        "reports, before the first one, and after the last one, an upload included. Never when empty.",
     )
 
     @field_validator("retry_delay_s", mode="before")
