@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 from unicodedata import normalize
 
-from prefect_torch.ckpt.errors import ReportMismatchError
+from prefect_torch.ckpt.errors import MalformedRecordError, ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
 from prefect_torch.ckpt.runs.record_fields import Count, Within, decode
 from prefect_torch.ckpt.storage.keys import check_key
@@ -160,17 +160,23 @@ class Manifest:
         """
         body = unseal(data, where, _WHAT)
         body.pop("evaluations", None)  # each evaluation is an object of its own
-        return decode(cls, body, where, _WHAT)
+        manifest = decode(cls, body, where, _WHAT)
+        try:
+            _check(manifest)
+        except ValueError as exc:
+            raise MalformedRecordError(f"{where} is not {_WHAT}: {exc}") from None
+        return manifest
 
-    def __post_init__(self) -> None:
-        """Raise ValueError if no commit can have made this manifest."""
-        if (self.attempt, self.step) != (attempt_of(self.id), step_of(self.id)):
-            raise ValueError(f"attempt {self.attempt} and step {self.step} are not those of its id {self.id}")
-        paths = {entry.path for entry in self.files}
-        if len(paths) < len(self.files):
-            raise ValueError("it has a file twice")
-        if both := next((parent for path in paths for parent in _parents(path) if parent in paths), None):
-            raise ValueError(f"its {both!r} is a file and a directory")
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError if no commit can have made this manifest."""
+    if (manifest.attempt, manifest.step) != (attempt_of(manifest.id), step_of(manifest.id)):
+        raise ValueError(f"attempt {manifest.attempt} and step {manifest.step} are not those of its id {manifest.id}")
+    paths = {entry.path for entry in manifest.files}
+    if len(paths) < len(manifest.files):
+        raise ValueError("it has a file twice")
+    if both := next((parent for path in paths for parent in _parents(path) if parent in paths), None):
+        raise ValueError(f"its {both!r} is a file and a directory")
 
 
 def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
