@@ -192,7 +192,8 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
         if (known.bytes, known.digest) != (entry.bytes, entry.digest):
             raise ReportMismatchError(
                 f"rank {known.rank} and rank {entry.rank} both reported a file {entry.path!r} with different content; "
-                'put the rank into its name, such as f"model-rank={rank}.pt"'
+                'put the rank into its name, such as f"model-rank={rank}.pt" (a file of torch.save holds the number of a '
+                "tensor's GPU: save equal tensors on rank 0 alone, or from the CPU)"
             )
     for path, entry in merged.items():
         for parent in _parents(path):

@@ -166,6 +166,11 @@ def test_different_files_of_one_name_name_both_ranks(other):
         merge_files([[entry("b", 0)], [other]])
 
 
+def test_different_files_of_one_name_say_that_torch_save_holds_the_number_of_a_gpu():
+    with pytest.raises(ReportMismatchError, match="number of a tensor's GPU: save equal tensors on rank 0 alone, or from"):
+        merge_files([[entry("model.pt", 0)], [entry("model.pt", 1, digest="e")]])
+
+
 def test_a_file_where_another_rank_has_a_folder_names_both_ranks():
     with pytest.raises(ReportMismatchError, match="rank 1 reported a file 'a/b' where rank 0 reported a directory"):
         merge_files([[entry("a/b/c/d", 0)], [entry("a/b", 1)]])
