@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 _BEST = "write best, or get_best_trial(metric, mode), a trial with its config, metrics and checkpoint"
 _INSTEAD_OF = {  # attributes of Ray's ResultGrid and ExperimentAnalysis
-    **dict.fromkeys(("get_best_result", "best_result", "best_trial", "best_config", "best_checkpoint"), _BEST),
+    **dict.fromkeys(("get_best_result", "best_result", "best_trial", "best_config"), _BEST),
+    "best_checkpoint": "write best.result.get_best_checkpoint(metric, mode); best.checkpoint is the latest",
     **dict.fromkeys(("get_dataframe", "dataframe", "results_df"), "write trials_dataframe"),
     **dict.fromkeys(("results", "get_all_configs"), "write trials"),
     "num_errors": "write len(errors)",

@@ -1,6 +1,7 @@
 """What Ray Train's documentation promises of reports, checkpoints, retention, restores and results, and what happens here.
 
-Of Ray 2.60. Ranks are threads wherever that is enough; what needs processes shares one training of two ranks.
+Of Ray 2.60, with what Tune adds to the function of a trial. Ranks are threads wherever that is enough; what needs processes
+shares one training of two ranks.
 """
 
 import os
@@ -8,6 +9,7 @@ import tempfile
 import threading
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,8 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.reporting.api import start_session
-from prefect_torch.ckpt.reporting.events import ReportEvent
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints
+from prefect_torch.ckpt.reporting.events import DecisionRequest, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -39,9 +42,12 @@ from prefect_torch.flows import (
     Result,
     RunConfig,
     ScalingConfig,
+    SearchConfig,
     TrainingFailedError,
     train,
 )
+from prefect_torch.flows.arguments import gpus_of
+from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
@@ -53,6 +59,7 @@ from pydantic import ValidationError
 from ranks import Attempt, as_rank, folder, read_files
 from ray_behaviours import behaviour
 from ray_behaviours_ranks import fail_after_the_checkpoint, leave, tell_place, train_with_a_failure
+from torch.distributed.constants import default_pg_nccl_timeout
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 
@@ -162,6 +169,28 @@ def test_different_files_of_one_name_are_an_error(store, tmp_path):
 
 @behaviour(
     "ray.train.report",
+    "accepts files of one name in which torch.save has stored the same tensors of each worker's own GPU",
+    verdict="refused",
+    reason="they differ, since each holds the number of its GPU: save on rank 0 alone, or from the CPU",
+)
+def test_torch_save_stores_the_number_of_a_gpu(store, tmp_path, monkeypatch):
+    def train_fn(session, rank):
+        session.report({}, Checkpoint.from_directory(tmp_path / str(rank)))
+
+    def report_tensors_of(devices):
+        for rank, device in enumerate(devices):
+            monkeypatch.setattr(torch.serialization, "location_tag", lambda storage, device=device: device)
+            torch.save(torch.zeros(2), Path(folder(tmp_path / str(rank)).path, "model.pt"))
+        return Attempt(store, 2).run(train_fn)
+
+    assert report_tensors_of(["cpu", "cpu"]) == [None, None]
+    errors = report_tensors_of(["cuda:0", "cuda:1"])
+    assert [type(error) for error in errors] == [ReportMismatchError] * 2
+    assert "save equal tensors on rank 0 alone, or from the CPU" in str(errors[0])
+
+
+@behaviour(
+    "ray.train.report",
     "names the checkpoint's directory after checkpoint_dir_name, which must be unique",
     verdict="different",
     reason="ids consist of attempt and step, and are never used twice; a name of your own goes into the metadata",
@@ -207,9 +236,9 @@ def test_an_async_report_takes_the_files_over(store, uploads_may_go_on):
 
 @behaviour(
     "ray.train.report",
-    "with ASYNC uploads one checkpoint after another, and any number may wait in its queue",
+    "with ASYNC waits, by the documentation, until the previous upload is done; its code queues any number of checkpoints",
     verdict="better",
-    reason="the next report waits, so that at most `CheckpointConfig.max_in_flight` (1) checkpoints take up space",
+    reason="the next report does wait, so that at most `CheckpointConfig.max_in_flight` (1) checkpoints take up space",
 )
 def test_one_upload_is_under_way_at_a_time(store, tmp_path, uploads_may_go_on):
     second_returned = threading.Event()
@@ -1037,14 +1066,19 @@ def test_one_rank_without_a_gpu_by_default(unconfigured):
 
 @behaviour(
     "ray.train.ScalingConfig",
-    "num_workers=(min, max) resizes the worker group",
-    verdict="same",
+    "num_workers=(min, max) starts as many workers as there is room for, and every 60 s considers to resize the group",
+    verdict="different",
+    reason="an attempt keeps its number of ranks; with a cluster, `regrow_after_s=60` requests more machines as often, and the "
+    "training continues on them after its next checkpoint",
+    short="a group grows only with `regrow_after_s`",
 )
 def test_the_number_of_ranks_may_be_two_numbers():
-    """What an attempt then does is in tests/flows/test_machines.py."""
+    """What an attempt then does is in tests/flows/test_machines.py and test_regrowth.py."""
     scaling = ScalingConfig(num_workers=(2, 8))
-    assert (scaling.fewest_workers, scaling.most_workers) == (2, 8)
+    assert (scaling.fewest_workers, scaling.most_workers, scaling.regrow_after_s) == (2, 8, None)
     assert ScalingConfig(**scaling.model_dump(mode="json")) == scaling
+    with pytest.raises(ValueError, match="asks a cluster for more machines, and there is none"):
+        gpus_of(ScalingConfig(num_workers=(2, 8), regrow_after_s=60), "a training", None)
 
 
 @behaviour(
@@ -1154,6 +1188,22 @@ def test_a_loader_keeps_its_arguments(second_of_two):
     assert (prepared.prefetch_factor, prepared.persistent_workers, prepared.num_workers) == (3, True, 1)
 
 
+# ray.train.torch.TorchConfig
+
+
+@behaviour(
+    "ray.train.torch.TorchConfig",
+    "timeout_s, how long workers wait for each other in a collective, is 1800 s by default, with nccl, too",
+    verdict="different",
+    reason="torch's own limit, 30 minutes for gloo and 10 for nccl; `ScalingConfig(timeout_s=1800)` for Ray's",
+    short="nccl waits for 10 minutes",
+)
+def test_collectives_have_torchs_own_limits(result):
+    assert ScalingConfig(use_gpu=True).timeout_s is None
+    assert result.return_value["timeout_s"] == 1800
+    assert default_pg_nccl_timeout in (timedelta(minutes=10), None)  # None: a torch without nccl
+
+
 # ray.train.ValidationConfig
 
 
@@ -1194,10 +1244,10 @@ def unconfigured(tmp_path_factory, prefect_server):
 def result(tmp_path_factory, prefect_server):
     """The result of one training of two ranks that failed once."""
     storage = str(tmp_path_factory.mktemp("store"))
-    keeps = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    keeps = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
     return train(
         train_with_a_failure,
-        {"losses": [0.3, 0.5, 0.4]},
+        {"losses": [0.5, 0.3, 0.4]},
         ScalingConfig(num_workers=2),
         RunConfig(name="run", storage=storage),
         keeps,
@@ -1310,9 +1360,9 @@ def test_the_checkpoint_is_the_latest(result):
 
 @behaviour(
     "ray.train.Result",
-    "best_checkpoints has the kept ones with their metrics, the best last",
+    "best_checkpoints has the num_to_keep best with their metrics, the best last",
     verdict="different",
-    reason="the best is first",
+    reason="the best is first, and a latest that is not among the best, which Ray keeps, but leaves out, is listed, too",
     short="the best first",
 )
 def test_the_best_checkpoint_is_the_first(result):
@@ -1321,7 +1371,7 @@ def test_the_best_checkpoint_is_the_first(result):
 
 @behaviour(
     "ray.train.Result",
-    "metrics_dataframe has a row for each checkpoint that was kept",
+    "metrics_dataframe has a row for each of best_checkpoints",
     verdict="better",
     reason="it has a row for each report, in order, with step and attempt: with a checkpoint or without, pruned or not",
     short="every report",
@@ -1341,7 +1391,7 @@ def test_the_path_is_the_runs_folder(result):
     "ray.train.Result",
     "from_path reads metrics and checkpoints back from storage",
     verdict="better",
-    reason="also the return value, the history and how each attempt ended, even while the run trains",
+    reason="also the return value, the history and how each attempt ended",
 )
 def test_a_result_is_read_back_from_storage(result):
     storage, _, run = result.path.rpartition("/")
@@ -1352,23 +1402,25 @@ def test_a_result_is_read_back_from_storage(result):
 
 @behaviour(
     "ray.train.Result",
-    "get_best_checkpoint(metric, mode) ranks the kept ones by any metric; a metric that none has is an error",
+    "get_best_checkpoint(metric, mode) ranks best_checkpoints by any metric; a metric that none has is an error",
     verdict="different",
-    reason="the error is a `ValueError`, not a `RuntimeError`",
+    reason="a latest that is not among the best is ranked, too; the error is a `ValueError`, not a `RuntimeError`",
 )
 def test_the_best_by_any_metric(result):
     assert result.get_best_checkpoint("epoch", "max").metrics["epoch"] == 2
-    assert result.get_best_checkpoint("epoch", "min").metrics["epoch"] == 0
+    assert result.get_best_checkpoint("epoch", "min").metrics["epoch"] == 1
     with pytest.raises(ValueError, match="has a metric 'nosuch'"):
         result.get_best_checkpoint("nosuch", "max")
 
 
 def failed_run(store, tmp_path):
-    """Leave behind what a training does that failed in its second epoch."""
+    """Leave behind what a training does that failed after it had reported its second epoch without a checkpoint."""
     attempt = Attempt(store)
     attempt.session().report({"epoch": 0}, folder(tmp_path / "c", model="x"))
     history = HistoryWriter(store, attempt.number)
-    history.append(MetricRecord(1, 0, {"epoch": 0}, store.latest().id, store.latest().created_at.isoformat()))
+    reported_at = store.latest().created_at.isoformat()
+    history.append(MetricRecord(1, 0, {"epoch": 0}, store.latest().id, reported_at))
+    history.append(MetricRecord(1, 1, {"epoch": 1}, None, reported_at))
     history.flush()
     write_outcome(store, Outcome(1, "failed", None, "user", "ValueError: boom", errors={"1": "ValueError: boom"}))
     return Result.from_storage(tmp_path / "store", "run")
@@ -1388,14 +1440,15 @@ def test_an_error_is_read_from_storage(store, tmp_path):
 
 @behaviour(
     "ray.train.Result",
-    "does not exist for a failed training: fit() raises",
+    "of a failed or running training is read by from_path, as far as its checkpoints have it: fit() raises",
     verdict="better",
-    reason="`Result.from_storage` has its metrics and checkpoints",
-    short="also for failed and running trainings",
+    reason="`Result.from_storage` also has the metrics that were reported without a checkpoint",
+    short="errors and all metrics, from storage",
 )
 def test_a_failed_training_has_a_result(store, tmp_path):
     result = failed_run(store, tmp_path)
-    assert (result.metrics, result.completed, len(result.best_checkpoints)) == ({"epoch": 0}, False, 1)
+    assert (result.metrics, result.completed) == ({"epoch": 1}, False)
+    assert [metrics for _, metrics in result.best_checkpoints] == [{"epoch": 0}]
 
 
 @behaviour(
@@ -1417,3 +1470,37 @@ def test_errors_are_told_by_rank(store, tmp_path):
 def test_no_run_is_a_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no run 'run'"):
         Result.from_storage(tmp_path, "run")
+
+
+# ray.tune
+
+
+@behaviour(
+    "ray.tune.Tuner",
+    "takes a generator function, each of whose values is a report",
+    verdict="refused",
+    reason="it is a `TypeError`: call `report` instead of `yield`",
+)
+def test_a_generator_is_no_training_function():
+    def train_fn(config):
+        yield {"loss": 1.0}
+
+    with pytest.raises(TypeError, match="is async or a generator, so calling it would run nothing"):
+        check_signature(train_fn)
+
+
+@behaviour(
+    "ray.tune.report",
+    "ends the trial if the metrics have done=True",
+    verdict="different",
+    reason='`done` is a metric like any other: give `SearchConfig(stop={"done": 1})`, or return from the function',
+)
+def test_done_ends_a_trial_if_stop_has_it():
+    def ends(search):
+        """Return whether reports with done=False and done=True ask the sweep, and which limit it finds."""
+        points, reports = DecisionPoints(stop=limits_of(search)), [{"loss": 1.0, "done": done} for done in (False, True)]
+        asked = [points.ask(0, 1, metrics, has_checkpoint=False) for metrics in reports]
+        return asked, [reached_limit(search, DecisionRequest(1, 0, 1, metrics, None)) for metrics in reports]
+
+    assert ends(SearchConfig(metric="loss")) == ([False, False], [None, None])
+    assert ends(SearchConfig(metric="loss", stop={"done": 1})) == ([False, True], [None, "done=1 has reached 1"])

@@ -27,8 +27,9 @@ _BEGIN, _END = "<!-- {}: written by docs/extensions/ray_pages.py -->\n\n", "\n<!
 _INTRODUCTION = """# Ray Train's behaviours
 
 The tables list what the documentation of Ray Train 2.60 promises about reports, checkpoints, retention, restores and results,
-and what happens here. Each row is a test in [tests/test_ray_behaviours.py](../../tests/test_ray_behaviours.py), from which this
-page is generated. [Moving from Ray Train](from-ray-train.md) lists what to write for each name.
+what Tune adds to the function of a trial, and what happens here. Each row is a test in
+[tests/test_ray_behaviours.py](../../tests/test_ray_behaviours.py), from which this page is generated.
+[Moving from Ray Train](from-ray-train.md) lists what to write for each name.
 """
 
 

@@ -33,6 +33,7 @@ def train_with_a_failure(config):
         "told": told[0],
         "folder": os.getcwd(),  # noqa: PTH109 - compared as text
         "logs_info": logging.getLogger("my_training").isEnabledFor(logging.INFO),
+        "timeout_s": torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
     }
 
 

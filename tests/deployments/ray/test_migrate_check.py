@@ -319,6 +319,35 @@ def test_the_trials_of_an_analysis_are_told_by_what_is_read_of_them():
     ]
 
 
+def test_the_arguments_of_an_analysis_methods_are_told_one_by_one(check):
+    code, out, _ = check("""
+        from ray import tune
+        found = tune.run(print, resume="AUTO")
+        found.dataframe("loss", mode="min")
+        found.best_checkpoint.to_directory()
+        found.get_best_checkpoint(found.best_trial, metric="loss").path
+        found.get_last_checkpoint(metric="loss").path
+    """)
+    names = re.findall(r"ray\.(?:tune\.ExperimentAnalysis|train\.Checkpoint)\.(\S+) +(\w+)", out)
+    assert code == 1
+    assert names == [
+        *(("dataframe", "same"), ("dataframe(metric=)", "missing"), ("dataframe(mode=)", "missing")),
+        *(("best_checkpoint", "different"), ("to_directory", "better")),
+        *(("get_best_checkpoint", "different"), ("best_trial", "different"), ("get_best_checkpoint(trial=)", "different")),
+        *(("get_best_checkpoint(metric=)", "same"), ("path", "different")),
+        *(("get_last_checkpoint", "different"), ("get_last_checkpoint(metric=)", "different"), ("path", "different")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"), [("use_gpu=True", "different"), ("use_gpu=has_gpus", "different"), ("use_gpu=False", "same")]
+)
+def test_the_shorter_limit_of_nccl_is_told_where_ranks_may_have_gpus(check, given, verdict):
+    _, out, _ = check(f"from ray.train import ScalingConfig\nScalingConfig({given})", "--json")
+    _, told = json.loads(out)
+    assert (told["verdict"], "timeout_s=1800" in told["note"]) == (verdict, verdict == "different")
+
+
 def test_the_arguments_of_tunes_callbacks_for_lightning_are_told_one_by_one():
     assert uses("""
         from ray.tune.integration.pytorch_lightning import TuneReportCallback, TuneReportCheckpointCallback

@@ -42,6 +42,11 @@ def test_the_best_trials_of_one_metric_are_all_that_have_its_best_value():
     ("of", "name", "written"),
     [
         (result({"loss": 1.0}), "get_best_result", ", which is Ray's: write best, or get_best_trial(metric, mode), a trial"),
+        (
+            result({"loss": 1.0}),
+            "best_checkpoint",
+            ", which is Ray's: write best.result.get_best_checkpoint(metric, mode); best.checkpoint is the latest",
+        ),
         (result({"loss": 1.0}), "num_errors", ", which is Ray's: write len(errors)"),
         (result({"loss": 1.0})[0], "metrics_dataframe", ": write trial.result.metrics_dataframe"),
         (result({"loss": 1.0})[0], "last_result", ": write trial.metrics"),
