@@ -15,18 +15,18 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
-from prefect_torch.flows.monitoring.events.heartbeats import frequency_s, silence_s
+from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, WAIT_FOR_NO_MACHINE, frequency_s, silence_s
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.flows.prefect_api.deployments import read_deployment
 from prefect_torch.flows.prefect_api.paging import read_pages
 
 from .job_templates import has_variable
+from .resumers import start_resumers
 from .resuming import resume
 from .triggers import absence_of, crash_of, of_deployment, silence_of
 
-_WAIT_FOR_NO_MACHINE = ("process", "docker")  # work pools whose workers take a flow run only when they can begin it
-_PENDING = timedelta(minutes=30)  # a slow image, or pull steps that install
+_PENDING = timedelta(seconds=LONGEST_BEGINNING_S)
 _DELIVERY_S = 20.0  # of a heartbeat, at most
 _LEAST_S = 10.0  # that Prefect lets a trigger wait for an event
 
@@ -75,7 +75,7 @@ def resume_crashed(
         if has_variable(pool, "num_gpus"):
             job_variables["num_gpus"] = 0
         work_queue_name = _unlimited_queue(client, trained, pool)
-    if begins_within is None and pool.type in _WAIT_FOR_NO_MACHINE:
+    if begins_within is None and pool.type in WAIT_FOR_NO_MACHINE:
         begins_within = _PENDING
     if is_limited(trained):
         warn_of_lost_lease(trained.name)
@@ -127,16 +127,20 @@ def resume_by(
     ]
     if pending is not None:
         triggers.append(absence_of(trained.id, max(pending.total_seconds() - confirm_s, _LEAST_S)))
-    return _create_or_update(
+    actions = _run(cast("UUID", resumer.apply()), {"flow_run": "{{ event.resource.id }}", **limits})
+    automation, is_replaced = _create_or_update(
         AutomationCore(
             name=f"Resume {full_name}",
             description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, has no heartbeat for "
             f"{show_duration(silent.total_seconds())}{_or_pending(pending)}. "
             f"A training is restarted at most {_times(max_restarts)}.",
             trigger=CompoundTrigger(require="any", within=None, triggers=[*triggers]),
-            actions=_run(cast("UUID", resumer.apply()), {"flow_run": "{{ event.resource.id }}", **limits}),
+            actions=actions,
         )
     )
+    if is_replaced:  # it awaits only heartbeats of flow runs that send another one
+        start_resumers(trained.id, cast("RunDeployment", actions[0]), also_recent=True)
+    return automation
 
 
 def restarted_in_pools(client: SyncPrefectClient) -> list[str]:
@@ -176,7 +180,7 @@ def evaluate_new_best(
         trained = None if trained_by is None else read_deployment(client, trained_by)
     labels = {"run": run, "storage": storage}
     of = [it for it in (None if trained is None else _full_name(trained), run, storage) if it is not None]
-    return _create_or_update(
+    automation, _ = _create_or_update(
         AutomationCore(
             name=" of ".join([f"Evaluate new best by {_full_name(evaluator)}", *of]),
             description=f"Runs {_full_name(evaluator)} with each new best checkpoint{''.join(f' of {it}' for it in of)}.",
@@ -189,6 +193,7 @@ def evaluate_new_best(
             actions=_run(evaluator.id, {**(parameters or {}), parameter: "{{ event.resource['checkpoint'] }}"}),
         )
     )
+    return automation
 
 
 def _or_pending(pending: timedelta | None) -> str:
@@ -249,14 +254,28 @@ def _as_timedelta(time: timedelta | float) -> timedelta:
     return time if isinstance(time, timedelta) else timedelta(seconds=time)
 
 
-def _create_or_update(automation: AutomationCore) -> Automation:
+def _create_or_update(automation: AutomationCore) -> tuple[Automation, bool]:
+    """Return the automation, and whether it replaces one: an unchanged one stays, since a new one has seen no event yet."""
     with get_client(sync_client=True) as client:
         known = client.read_automations_by_name(automation.name)
+        if known and _content(known[0]) == _content(automation):
+            return Automation(id=known[0].id, **automation.model_dump()), False
         if known:
             # The client sends only fields that were set, and the server requires all.
             client.update_automation(known[0].id, AutomationCore(**automation.model_dump(exclude={"owner_resource"})))
         automation_id = known[0].id if known else client.create_automation(automation)
-    return Automation(id=automation_id, **automation.model_dump())
+    return Automation(id=automation_id, **automation.model_dump()), bool(known)
+
+
+def _content(automation: AutomationCore) -> Any:
+    """Return what an automation does, without the ids of its parts."""
+    return _without_ids(automation.model_dump(mode="json", include={"description", "enabled", "trigger", "actions"}))
+
+
+def _without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_ids(item) for name, item in value.items() if name != "id"}
+    return sorted(map(_without_ids, value), key=repr) if isinstance(value, list) else value
 
 
 def _full_name(deployment: DeploymentResponse) -> str:

@@ -3,7 +3,6 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -28,7 +27,8 @@ from pydantic import BaseModel
 
 from .automations import make_resumer, resume_by, resume_crashed
 from .job_templates import default_of, has_variable
-from .serving import runner_outlasts_outages, start_resumers
+from .resumers import start_resumers
+from .serving import runner_outlasts_outages
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
@@ -169,7 +169,11 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             warn_of_lost_lease(deployment.name)
     with large_parameters_explained():
         restarted = [] if max_restarts is None else [_restarted(deployment, max_restarts) for deployment in deployments]
-        restart = partial(start_resumers, {deployment_id: action for deployment_id, _, action in restarted})
+
+        def restart() -> None:
+            for deployment_id, _, action in restarted:
+                start_resumers(deployment_id, action)
+
         restart()
         with runner_outlasts_outages(after_outage=restart):
             prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))

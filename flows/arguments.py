@@ -196,7 +196,7 @@ def count_call_in_task() -> TaskCall | None:
 
 def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
     """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them."""
-    if run.resume != "never":
+    if run.resume != "never" and not run.takeover:
         return ()
     with get_client(sync_client=True) as client:
         return restarted_before(client, client.read_flow_run(UUID(flow_run.id)))

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
-from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
@@ -158,6 +158,7 @@ def sweep(
             closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(begun.events))) as told,
             termination.limit_retries(),
         ):
+            check_lead = partial(check_fence, led, claimed.number)
             searched = Search(
                 search,
                 parsed,
@@ -181,7 +182,7 @@ def sweep(
                 show_sweep(led, definition, searched, search, run_config),
             ):
                 searched.lead(claimed.number, definition.config, is_fresh=begun.is_fresh)
-                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination))
+                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_lead))
             if before and searched.trials == before:
                 get_run_logger().warning("%s", _nothing_left(search, searched))
     result = SweepResult.of(led, definition, searched.trials)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 from prefect_torch.ckpt import Storage, StorageError
+from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
@@ -60,3 +61,14 @@ def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:
     from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect
 
     return long_startup_timeout()
+
+
+def refuse_checkpoint_as_place(place: str, argument: str) -> None:
+    """Raise UsageError if the only name that was given is that of a checkpoint: the latest would be written under its name.
+
+    Raises:
+        click.UsageError: If it is.
+
+    """
+    if place in ("latest", "best") or is_id(place):
+        raise click.UsageError(f"{place} is a checkpoint, and {argument} is missing; a directory of this name is ./{place}")

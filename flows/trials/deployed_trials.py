@@ -183,9 +183,11 @@ class DeployedTrials:
                 del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
+        check_fence(self._sweep, self._attempt)  # it may have waited for Prefect's API
         trial, parameters, alive = start.trial, self._parameters(start.trial), find_alive(start.trial)
         for flow_run in alive:
-            if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
+            is_ending = flow_run.state is not None and flow_run.state.is_cancelling()
+            if not is_ending and is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
                 return flow_run.id
         for flow_run in alive:  # of an earlier start of the sweep, with another config

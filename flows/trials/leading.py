@@ -1,6 +1,6 @@
 """The loop of a sweep: it starts trials, records their ends, and deletes checkpoints that better trials displace."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -20,11 +20,25 @@ _POLL_S = 0.5
 
 
 def lead_trials(
-    search: Search, trials: TrialRuns, storage: StorageSpec, config: SearchConfig, termination: Termination
+    search: Search,
+    trials: TrialRuns,
+    storage: StorageSpec,
+    config: SearchConfig,
+    termination: Termination,
+    check_lead: Callable[[], None] = lambda: None,
 ) -> None:
     """Run trials until the search has no more, beginning with those that ran when the sweep's process was killed.
 
+    Args:
+        search: The search.
+        trials: Its trials.
+        storage: Their storage.
+        config: The configuration of the search.
+        termination: Whether the flow run is being terminated.
+        check_lead: Raises FencedError if another process leads the sweep by now; called before a trial starts.
+
     Raises:
+        FencedError: If another process leads the sweep by now.
         SweepFailedError: If too many trials, or all, have failed.
         TerminatedError: If the flow run was terminated; the trials have stopped.
 
@@ -39,12 +53,15 @@ def lead_trials(
                 trial = waiting.pop(0) if waiting else search.next_trial()
                 if trial is None:
                     break
+                check_lead()
                 trials.start(trial)
             if has_news:
                 _delete_excess(search, trials, storage)
             if not trials.num_running():
                 break
             ended = trials.take_ended(_POLL_S)
+            if ended:  # a trial that goes on is started again without an entry in the journal
+                check_lead()
             for number, end in ended.items():
                 _record_end(search, trials, storage, number, end, termination)
                 _warn(unused.warnings(search.trials[number], search.first_decision(number), storage))

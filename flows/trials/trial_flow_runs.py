@@ -11,9 +11,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat, silence_s
+from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, begins_at_once, newest_heartbeat, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
@@ -79,27 +79,32 @@ class FlowRunWatch:
             if flow_run_id not in found or has_ended(found[flow_run_id]):
                 self._gone_since_s.pop(flow_run_id, None)
                 continue
-            is_gone = self._is_gone(trial, flow_run_id)
+            status = self._status(trial, flow_run_id)
+            is_gone = None if status is None else status.is_process_gone
             if not is_gone:
                 self._gone_since_s.pop(flow_run_id, None)
             if is_gone and self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
                 client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
                 lost.add(flow_run_id)
-            elif is_gone is None and self._silence.lasts_long(client, found[flow_run_id]):
-                client.set_flow_run_state(flow_run_id, Crashed(message=f"no heartbeat for {silence_s():g} s"), force=True)
+            elif is_gone is None and self._silence.lasts_long(client, found[flow_run_id], has_claimed=status is not None):
+                message = "no sign of life: its process, or the one that was to begin it, is dead or cut off"
+                client.set_flow_run_state(flow_run_id, Crashed(message=message), force=True)
                 lost.add(flow_run_id)
         return lost
 
-    def _is_gone(self, trial: TrialRecord, flow_run_id: UUID) -> bool | None:
-        """Return whether the flow run leads the trial's newest attempt, in a process that is gone; None if it is elsewhere."""
+    def _status(self, trial: TrialRecord, flow_run_id: UUID) -> AttemptStatus | None:
+        """Return the status of the trial's newest attempt if the flow run leads it, else None."""
         status = read_status(Run.open(self._storage, trial.run))
-        if status is None or status.attempt.owner.flow_run_id != str(flow_run_id):
-            return False
-        return status.is_process_gone
+        return status if status is not None and status.attempt.owner.flow_run_id == str(flow_run_id) else None
 
 
 class _Silence:
-    """How long running flow runs have had no heartbeat, by this machine's clock, while Prefect's API was there."""
+    """How long flow runs have given no sign of life, by this machine's clock, while Prefect's API was there.
+
+    A sign is a heartbeat, or another state. One that is Pending, or has no heartbeat and has not claimed its trial, has the
+    time that a flow run may take to begin. Never lost are those that are Pending in a work pool where they may wait for a
+    machine, and those that train without heartbeats.
+    """
 
     def __init__(self) -> None:
         self._looked_s: dict[UUID, float] = {}
@@ -109,23 +114,25 @@ class _Silence:
         """Begin anew: heartbeats are lost while Prefect's API is away."""
         self._newest.clear()
 
-    def lasts_long(self, client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-        """Return whether a flow run is dead or cut off; a request every half minute. One that never had a heartbeat is not."""
-        if flow_run.state is None or not flow_run.state.is_running():
+    def lasts_long(self, client: SyncPrefectClient, flow_run: FlowRun, *, has_claimed: bool) -> bool:
+        """Return whether a flow run is dead or cut off; one or two requests every half minute."""
+        state, now_s = flow_run.state, time.monotonic()
+        if state is None or not (state.is_running() or state.is_pending()):
             self._newest.pop(flow_run.id, None)
             return False
-        now_s = time.monotonic()
         if now_s < self._looked_s.get(flow_run.id, -_LOOK_FOR_HEARTBEAT_S) + _LOOK_FOR_HEARTBEAT_S:
             return False
         self._looked_s[flow_run.id] = now_s
-        heartbeat = newest_heartbeat(client, flow_run.id)
-        if heartbeat is None:
-            return False
+        heartbeat = newest_heartbeat(client, flow_run.id) if state.is_running() else None
+        sign = state.id if heartbeat is None else heartbeat.id
         known, since_s = self._newest.get(flow_run.id, (None, now_s))
-        if known != heartbeat.id:
-            self._newest[flow_run.id] = (heartbeat.id, now_s)
+        if known != sign:
+            self._newest[flow_run.id] = (sign, now_s)
             return False
-        return now_s - since_s >= silence_s()
+        if heartbeat is not None:
+            return now_s - since_s >= silence_s()
+        may_be_dead = not has_claimed and now_s - since_s >= LONGEST_BEGINNING_S
+        return may_be_dead and (not state.is_pending() or begins_at_once(client, flow_run))
 
 
 def has_ended(flow_run: FlowRun) -> bool:

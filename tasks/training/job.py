@@ -25,7 +25,8 @@ class TrainJob:
         failure: How often the training is restarted, and when it counts as failed.
         decisions: Decides at reports whether the training goes on; None if it always does.
         working_dir: The directory whose copy the ranks run in; None for the flow's own.
-        restarted: The flow runs that this one restarts: a fresh start that one of them has made is not made again.
+        restarted: The flow runs that this one restarts: a fresh start that one of them has made, or a takeover, is not made
+            again. Only known where one of these is asked for.
 
     """
 

@@ -1,6 +1,6 @@
 """The leadership of a run, a training or a sweep: one flow run leads at a time, and records how its attempt ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from prefect_torch.ckpt import FencedError, RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
@@ -19,6 +19,7 @@ def claim_leadership(
     *,
     is_sweep: bool,
     takeover: bool,
+    restarted: Collection[str] = (),
 ) -> Attempt:
     """Claim the next attempt of a run, which fences the process that led it before.
 
@@ -27,8 +28,9 @@ def claim_leadership(
         owner: The process that is to lead it.
         claim: Makes the claim by `claim_attempt`, given the newest attempt and the known claims.
         is_sweep: Whether it leads a sweep, rather than a training.
-        takeover: Whether it takes over a run that another flow run leads, unless the owner's flow run has led it before: a
-            retry does not take the run back.
+        takeover: Whether it takes over a run that another flow run leads, unless the owner's flow run, or one that it restarts,
+            has led it before: neither a retry nor a restart takes the run back.
+        restarted: The flow runs that the owner's restarts.
 
     Raises:
         RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
@@ -44,7 +46,11 @@ def claim_leadership(
 
     if takeover:
         previous = newest_attempt(run)
-        if previous is None or _are_tries_of_one(previous.owner, owner) or not _has_led(run, owner):
+
+        def is_of_owner(attempt: Attempt) -> bool:
+            return _are_tries_of_one(attempt.owner, owner) or attempt.owner.flow_run_id in restarted
+
+        if previous is None or is_of_owner(previous) or not any(map(is_of_owner, list_attempts(run))):
             return claim_after(previous, None)
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
 
@@ -58,10 +64,6 @@ def _refuse_if_overtaken(run: Run, previous: Attempt | None, owner: Owner) -> No
             f"another process of this flow run, {previous.owner.pid} on {previous.owner.machine}, leads run {run.name!r} since "
             f"{previous.claimed_at}, so this one does not go on"
         )
-
-
-def _has_led(run: Run, owner: Owner) -> bool:
-    return any(_are_tries_of_one(attempt.owner, owner) for attempt in list_attempts(run))
 
 
 def _are_tries_of_one(one: Owner, other: Owner) -> bool:

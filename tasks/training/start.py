@@ -58,7 +58,9 @@ def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt
             known=known,
         )
 
-    claimed = claim_leadership(store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover)
+    claimed = claim_leadership(
+        store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover, restarted=job.restarted
+    )
     if before is not None and not job.run_config.takeover:
         end_left_task_runs(before, owner, store.run)
     return claimed

@@ -343,26 +343,53 @@ def test_where_a_flow_run_may_wait_for_a_machine_it_may_wait_for_ever(client):
         assert ("Pending for 2" in automation.description) == (limit_s is not None)
 
 
-def test_one_call_makes_one_automation_that_runs_what_resumes(client, trained):
-    first = resume_crashed("train/trained", max_restarts=1)
-    assert resume_crashed(trained, max_restarts=4).id == first.id
-    (automation,) = client.read_automations_by_name("Resume train/trained")
+def test_one_call_makes_one_automation_that_runs_what_resumes(client):
+    called = deploy("called", "my_training:train_fn", run=RunConfig(storage="/store"), work_pool="pool")
+    first = resume_crashed("train/called", max_restarts=1)
+    assert resume_crashed(called, max_restarts=4).id == first.id
+    (automation,) = client.read_automations_by_name("Resume train/called")
     assert automation.actions[0].parameters["max_restarts"] == 4
-    assert client.read_deployment_by_name("resume/train-trained").parameters == {"max_restarts": 4, **DEFAULTS}
+    assert client.read_deployment_by_name("resume/train-called").parameters == {"max_restarts": 4, **DEFAULTS}
     crashed = []
 
     def is_in_force():
-        if not flow_runs_of(client, "resume/train-trained"):
-            crashed.append(f"prefect.flow-run.{begin(client, trained, Crashed()).id}")
-        return flow_runs_of(client, "resume/train-trained")
+        if not flow_runs_of(client, "resume/train-called"):
+            crashed.append(f"prefect.flow-run.{begin(client, called, Crashed()).id}")
+        return flow_runs_of(client, "resume/train-called")
 
     wait_until(is_in_force, "a flow run that resumes", every_s=UPTAKE_S)
-    flow_run = flow_runs_of(client, "resume/train-trained")[0]
+    flow_run = flow_runs_of(client, "resume/train-called")[0]
     assert flow_run.parameters in [{"flow_run": it, "max_restarts": 4, **DEFAULTS} for it in crashed]
     assert f"prefect.flow-run.{resume(**flow_run.parameters)}" not in (*crashed, f"prefect.flow-run.{flow_run.id}")
     dead = client.read_flow_run(UUID(flow_run.parameters["flow_run"].removeprefix("prefect.flow-run.")))
     (resumer,) = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[f"resume-{dead.name}"])))
     assert resumer.parameters == flow_run.parameters
+
+
+def test_a_new_deployment_forgets_no_flow_run_that_died_a_moment_ago(client):
+    """An automation that is replaced awaits no heartbeat that the former one awaited."""
+    options = {"run": RunConfig(storage="/store"), "work_pool": "pool"}
+    again = deploy("again", "my_training:train_fn", **options, max_restarts=1)
+    dead, beginning, ended = begin(client, again), take(client, again), begin(client, again)
+    for flow_run in (dead, ended):
+        beat(client, flow_run, age_s=5)
+    client.set_flow_run_state(ended.id, Completed())
+
+    def triggers():
+        (automation,) = client.read_automations_by_name("Resume train/again")
+        listed = client.request("POST", "/automations/filter", json={"limit": 200}).json()
+        (stored,) = (it for it in listed if it["id"] == str(automation.id))
+        return {it["id"] for it in stored["trigger"]["triggers"]}
+
+    before = triggers()
+    deploy("again", "my_training:train_fn", **options, max_restarts=1, tags=["new"])
+    assert triggers() == before
+    assert flow_runs_of(client, "resume/train-again") == []
+    resume_crashed(again, max_restarts=2)
+    assert triggers().isdisjoint(before)
+    resumers = flow_runs_of(client, "resume/train-again")
+    assert {it.parameters["flow_run"] for it in resumers} == {str(dead.id), str(beginning.id)}
+    assert {it.parameters["max_restarts"] for it in resumers} == {2}
 
 
 def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client, monkeypatch):

@@ -735,6 +735,20 @@ def test_a_reader_that_has_seen_enough_is_no_error(local, options):
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(("verb", "argument"), [("pull", "DIRECTORY"), ("copy", "TARGET")])
+def test_a_checkpoint_in_the_place_of_a_directory_is_refused(command, local, monkeypatch, tmp_path, verb, argument):
+    """The latest was written into a directory of the name of the best."""
+    checkpoint = train(local).latest().id
+    monkeypatch.chdir(tmp_path)
+    for name in ("best", "latest", checkpoint):
+        code, _, err = command(verb, local, "run", name)
+        assert (code, f"{name} is a checkpoint, and {argument} is missing; a directory of this name is ./{name}" in err) == (
+            2,
+            True,
+        )
+    assert command(verb, local, "run", "./best")[0] == 0
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_are_no_error(local, tmp_path, closed):
     train(local)

@@ -57,7 +57,8 @@ def test_a_training_takes_its_machines_from_the_saved_cluster(name, tmp_path, ca
     with pytest.raises(NotEnoughMachinesError, match="gone: its command ended with 7"):
         train("trainings:train_epochs", {"epochs": 1}, scaling, RunConfig(storage=str(tmp_path)), failure=failure)
     assert (
-        "gone: its command ended with 7; restart 1 of 1 (max_infrastructure_failures); the training starts again" in caplog.text
+        "gone: its command ended with 7; give num_workers=(fewest, most), or give the cluster a longer wait_s; "
+        "restart 1 of 1 (max_infrastructure_failures); the training starts again" in caplog.text
     )
 
 

@@ -180,7 +180,8 @@ def check_fence(run: Run, attempt: int) -> None:
     if attempt not in numbers:
         raise FencedError(
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
-            "or unmounted the run while it was being trained, so this process must stop"
+            "or unmounted the run while it was being trained, so this process must stop; if it was unmounted, mount it again "
+            "and start the same run: nothing is lost"
         )
 
 

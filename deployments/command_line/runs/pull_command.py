@@ -12,7 +12,13 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.selection import choose_files
 from prefect_torch.ckpt.text import show_bytes, show_count
-from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
+from prefect_torch.deployments.command_line.arguments import (
+    metric_option,
+    order_option,
+    refuse_checkpoint_as_place,
+    run_argument,
+    storage_argument,
+)
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
 from .progress import progress_bar
@@ -64,6 +70,8 @@ def pull(
     if key is not None and not consolidate:
         raise click.UsageError("--key is an option of --consolidate: give both")
     *chosen, directory = names
+    if not chosen:
+        refuse_checkpoint_as_place(directory, "DIRECTORY")
     if not directory:
         raise click.UsageError('DIRECTORY is empty: give "." for the working directory')
     target = Path(directory).expanduser()

@@ -10,6 +10,7 @@ from prefect_torch.deployments.command_line.arguments import (
     metric_option,
     open_named_storage,
     order_option,
+    refuse_checkpoint_as_place,
     run_argument,
     storage_argument,
 )
@@ -39,6 +40,8 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     if len(names) not in (1, 2):
         raise click.UsageError("give TARGET, or ID and TARGET")
     *chosen, place = names
+    if not chosen:
+        refuse_checkpoint_as_place(place, "TARGET")
     store = open_training(storage, run) if chosen else open_run(storage, run)
     is_whole_sweep = not chosen and is_sweep(store)
     trials = trials_of(store) if is_whole_sweep else []

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.events import ReceivedEvent, emit_event
 from prefect.events.filters import EventFilter
@@ -15,6 +16,8 @@ from prefect.settings import get_current_settings
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
 MISSED_HEARTBEATS = 3
+LONGEST_BEGINNING_S = 1800.0  # from when a worker takes a flow run until it begins: slow images, pull steps that install
+WAIT_FOR_NO_MACHINE = ("process", "docker")  # work pools whose workers take a flow run only when they can begin it
 _FREQUENCY_S = 180.0  # Prefect's own default
 
 
@@ -26,6 +29,12 @@ def frequency_s() -> float:
 def silence_s() -> float:
     """Return the seconds without a heartbeat after which a flow run counts as dead, if nobody has chosen another time."""
     return MISSED_HEARTBEATS * frequency_s()
+
+
+def begins_at_once(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+    """Return whether who takes the flow run can begin it: not where it may have to wait for a machine, as in Kubernetes."""
+    pool = flow_run.work_pool_name
+    return pool is None or client.read_work_pool(pool).type in WAIT_FOR_NO_MACHINE
 
 
 def newest_heartbeat(client: SyncPrefectClient, flow_run_id: UUID) -> ReceivedEvent | None:

@@ -14,8 +14,9 @@ import xxhash
 from prefect.utilities.filesystem import filter_files
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import canonical
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import encodable, show_bytes, show_some
 from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
+from prefect_torch.tasks.run_logs import get_run_logger
 
 _MOST_BYTES = 100 << 20
 _NUM_SHOWN = 3
@@ -65,7 +66,8 @@ def pack_directory(directory: str, storage: str, evaluation: str | None = None) 
         evaluation: The name of the evaluation whose ranks run in it; None for those of a training.
 
     Raises:
-        ValueError: If there is no such directory, its files have more than 100 MiB, or it is the storage itself.
+        ValueError: If there is no such directory, its files have more than 100 MiB, it is the storage itself, or it has a name
+            that is not UTF-8 or a link that leads above it.
 
     """
     root, storage = Path(directory).expanduser().resolve(), canonical(storage)
@@ -87,15 +89,43 @@ def pack_directory(directory: str, storage: str, evaluation: str | None = None) 
 
 
 def _files(root: Path, storage: str) -> Iterator[Path]:
-    ignore = root / _IGNORE_FILE
-    included = filter_files(str(root), ignore.read_text("utf-8").splitlines(), include_dirs=False) if ignore.is_file() else None
+    included = _included(root)
+    links: list[str] = []
     for folder, names, files in os.walk(root):
         here = Path(folder)
         names[:] = [name for name in names if name not in _LEFT_OUT and not _is_left_out(here / name, storage)]
+        links += [str((here / name).relative_to(root)) for name in names if (here / name).is_symlink()]
         for path in (here / name for name in files):
             relative = str(path.relative_to(root))
             if path.is_file() and (included is None or relative in included):
                 yield path
+
+    if links:
+        get_run_logger().warning(
+            "the copy of working_dir %s has no linked directories: %s is left out; make it a directory, or install its modules",
+            root,
+            show_some(links),
+        )
+
+
+def _included(root: Path) -> set[str] | None:
+    """Return the paths that the ignore file leaves, or None without one.
+
+    Raises:
+        ValueError: If a link leads to a directory above it.
+
+    """
+    ignore = root / _IGNORE_FILE
+    if not ignore.is_file():
+        return None
+    try:
+        return filter_files(str(root), ignore.read_text("utf-8").splitlines(), include_dirs=False)
+    except Exception as exc:
+        if type(exc).__name__ != "RecursionError":  # not Python's own: the library that Prefect uses has one for links
+            raise
+        raise ValueError(
+            f"working_dir {root} has a link to a directory above it, so {_IGNORE_FILE} cannot be applied; remove it: {exc}"
+        ) from exc
 
 
 def _is_left_out(folder: Path, storage: str) -> bool:
@@ -106,7 +136,10 @@ def _pack(root: Path, files: list[Path]) -> bytes:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for path in files:
-            info = zipfile.ZipInfo(path.relative_to(root).as_posix(), _EPOCH)
+            name = path.relative_to(root).as_posix()
+            if encodable(name) != name:
+                raise ValueError(f"working_dir {root} has a file whose name is not UTF-8, rename it: {encodable(name)}")
+            info = zipfile.ZipInfo(name, _EPOCH)
             info.external_attr = stat.S_IMODE(path.stat().st_mode) << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, path.read_bytes())

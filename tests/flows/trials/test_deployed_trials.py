@@ -19,9 +19,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
-from prefect.states import Cancelling, Failed, Running
+from prefect.states import Cancelling, Failed, Pending, Running
 from prefect_servers import wait_until
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import FencedError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
@@ -292,6 +292,40 @@ def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_pa
     assert not is_lost_in(520)
     assert is_lost_in(100)
     assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
+
+
+@pytest.mark.parametrize(
+    ("state", "pool", "is_lost"), [(Pending(), None, True), (Pending(), "k", False), (Running(), "k", True)]
+)
+def test_a_flow_run_whose_machine_vanished_before_its_claim_is_crashed(api, tmp_path, monkeypatch, state, pool, is_lost):
+    clock, crashed, seen = SimpleNamespace(now_s=0.0), [], False
+    monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", lambda *_: None)
+    monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
+    monkeypatch.setattr(api, "read_work_pool", lambda name: SimpleNamespace(type="kubernetes"), raising=False)
+    api.flow_run = api.flow_run.model_copy(update={"state": state, "work_pool_name": pool})
+    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    while clock.now_s < 1900 and not seen:
+        clock.now_s += 30.0
+        seen = bool(watch.look([(TRIAL, api.flow_run.id)])[1])
+        assert not seen or clock.now_s > 1800
+    assert (seen, len(crashed)) == (is_lost, int(is_lost))
+
+
+def test_a_sweep_that_was_overtaken_starts_nothing(api, trials, tmp_path, monkeypatch):
+    monkeypatch.setattr(deployed_trials, "run_deployment", lambda **_: pytest.fail("it has started a flow run"))
+    claim_attempt(Run.open(str(tmp_path), "sweep"), Owner.current("the next"), world_size=0)
+    with pytest.raises(FencedError):
+        trials.start(TRIAL)
+
+
+def test_a_flow_run_that_is_being_cancelled_is_not_adopted(api, trials, monkeypatch):
+    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {"config": {}})
+    ending = api.flow_run.model_copy(update={"id": uuid4(), "state": Cancelling(), "parameters": {"config": {}}})
+    api.tagged = [ending]
+    monkeypatch.setattr(deployed_trials, "run_deployment", lambda **_: api.flow_run)
+    trials.start(TRIAL)
+    assert [it[1] for it in trials._running.values()] == [api.flow_run.id]
 
 
 def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):

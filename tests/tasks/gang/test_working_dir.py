@@ -1,6 +1,7 @@
 """The user's working directory: packed by the leader, unpacked by the ranks of a machine."""
 
 import errno
+import logging
 import os
 import sys
 from dataclasses import replace
@@ -110,6 +111,34 @@ def test_an_archive_that_somebody_exchanged_is_not_unpacked(project, spec):
     for stored in (packed.stored, replace(packed.stored, digest=other.stored.digest)):
         with pytest.raises(CheckpointCorruptError, match=f"{key} is not what was stored: "), unpacked(stored, spec, "run"):
             pass
+
+
+def test_linked_directories_are_left_out_with_a_warning_and_linked_files_are_copied(
+    project, spec, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(packing, "get_run_logger", lambda: logging.getLogger("packing"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/lib.py").write_text("lib")
+    (project / "shared").symlink_to(tmp_path / "shared")
+    (project / "lib.py").symlink_to(tmp_path / "shared/lib.py")
+    packed = pack_directory(str(project), spec.url)
+    packed.store(Run.open(spec, "run"))
+    with unpacked(packed.stored, spec, "run") as copy:
+        assert (copy / "lib.py").read_text() == "lib"
+        assert not (copy / "shared").exists()
+    assert "has no linked directories: shared is left out" in caplog.text
+
+
+def test_a_link_that_leads_above_it_and_a_name_in_another_encoding_are_told(project, monkeypatch):
+    monkeypatch.setattr(packing, "get_run_logger", lambda: logging.getLogger("packing"))
+    (project / ".prefectignore").write_text("*.bin\n")
+    (project / "loop").symlink_to(project)
+    with pytest.raises(ValueError, match=r"has a link to a directory above it, so \.prefectignore cannot be applied"):
+        pack_directory(str(project), "/nowhere")
+    (project / "loop").unlink()
+    (project / os.fsdecode(b"r\xe9sum\xe9.txt")).write_text("")
+    with pytest.raises(ValueError, match=r"whose name is not UTF-8, rename it: r\\udce9sum"):
+        pack_directory(str(project), "/nowhere")
 
 
 @pytest.mark.parametrize("spell", [lambda link: link / "checkpoints", lambda link: link / "pkg/../checkpoints"])

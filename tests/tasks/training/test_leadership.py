@@ -22,12 +22,12 @@ def store(tmp_path):
     return CheckpointStore.open(tmp_path, "run")
 
 
-def lead(store, owner, *, takeover=False):
+def lead(store, owner, *, takeover=False, restarted=()):
     def claim(previous, known):
         return claim_attempt(store, owner, world_size=1, known=known)
 
     with disable_run_logger():
-        return claim_leadership(store, owner, claim, is_sweep=False, takeover=takeover)
+        return claim_leadership(store, owner, claim, is_sweep=False, takeover=takeover, restarted=restarted)
 
 
 @pytest.mark.parametrize("takeover", [False, True])
@@ -39,6 +39,21 @@ def test_a_process_that_a_later_one_of_its_flow_run_has_overtaken_does_not_take_
     with pytest.raises(FencedError, match=rf"another process of this flow run, {HERE.pid} on elsewhere, leads run 'run'"):
         lead(store, HERE, takeover=takeover)
     assert lead(store, ELSEWHERE, takeover=takeover).number == 4
+
+
+def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that_it_restarts(store, monkeypatch):
+    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: False)
+    monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
+    first, taker, restart = (replace(ELSEWHERE, flow_run_id=f"0b1c2d3e-0000-4000-8000-00000000000{n}") for n in (4, 5, 6))
+    lead(store, first, takeover=True)
+    assert lead(store, restart, takeover=True, restarted=[first.flow_run_id]).number == 2, "it was only interrupted"
+    assert lead(store, taker, takeover=True).number == 3
+    with pytest.raises(RunBusyError, match=f"by flow run {taker.flow_run_id}"):
+        lead(store, restart, takeover=True, restarted=[first.flow_run_id])
+    fresh = replace(restart, flow_run_id="0b1c2d3e-0000-4000-8000-000000000007")
+    with pytest.raises(RunBusyError):
+        lead(store, fresh, takeover=True, restarted=[restart.flow_run_id, first.flow_run_id])
+    assert lead(store, fresh, takeover=True).number == 4
 
 
 @pytest.mark.parametrize(
