@@ -1158,7 +1158,8 @@ def test_a_stream_is_not_trained_on_by_each_rank_unawares(second_of_two):
     "ray.train.torch.prepare_data_loader",
     "repeats the order of the first epoch unless loader.sampler.set_epoch(epoch) is called before each epoch",
     verdict="better",
-    reason="the loader counts its epochs; calls of `set_epoch` do no harm",
+    reason="the loader counts its epochs; calls of `set_epoch` do no harm, except for a `resumable=True` loader that was "
+    "iterated twice since the last one and resumes within the second pass",
 )
 def test_each_epoch_has_an_order_of_its_own(second_of_two):
     def epochs(loader, *, are_set):
