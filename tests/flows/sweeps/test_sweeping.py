@@ -133,7 +133,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def test_the_page_searches_with_asha_and_optuna_reads_the_journal(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    function, program, look, view = BLOCKS
+    function, program, look, deployed, view = BLOCKS
     Path("my_trial.py").write_text(function)
     for code in (program, look):
         exec(compile(code, "page", "exec"), {"__name__": "__main__"})
@@ -147,6 +147,9 @@ def test_the_page_searches_with_asha_and_optuna_reads_the_journal(tmp_path, monk
     capsys.readouterr()
     exec(compile(view, "page", "exec"), {})
     assert int(capsys.readouterr().out) >= 3
+    made = {"__name__": "imported"}
+    exec(compile(deployed, "page", "exec"), made)
+    assert made["line"].parameters["space"] == {"lr": {"kind": "loguniform", "low": 0.001, "high": 1}}
 
 
 @contextmanager
