@@ -173,7 +173,7 @@ def sweep(
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
-                trials = DeployedTrials(training, searched, led, claimed.number, trials_on, function)
+                trials = DeployedTrials(training, searched, led, check_lead, trials_on, function)
             # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
             with (
                 outlast_api_outages(),

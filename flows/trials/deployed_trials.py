@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -14,7 +15,6 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
-from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -32,7 +32,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 from pydantic_core import to_jsonable_python
 
-from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended
+from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended, is_ending
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
 _FLOW = "train"
@@ -84,15 +84,17 @@ class DeployedTrials:
         training: What all trials have in common.
         search: The search.
         sweep: The sweep.
-        attempt: The attempt of the sweep that this process leads.
+        check_lead: Raises FencedError if another process leads the sweep by now.
         deployment: The deployment's name, "train/name".
         function: The location of the training function, which the deployment's machines have.
 
     """
 
-    def __init__(self, training: Training, search: Search, sweep: Run, attempt: int, deployment: str, function: str) -> None:
+    def __init__(
+        self, training: Training, search: Search, sweep: Run, check_lead: Callable[[], None], deployment: str, function: str
+    ) -> None:
         self._training = training
-        self._attempt = attempt
+        self._check_lead = check_lead
         self._search = search
         self._sweep = sweep
         self._deployment = deployment
@@ -150,7 +152,7 @@ class DeployedTrials:
 
     def _is_overtaken(self) -> bool:
         try:
-            check_fence(self._sweep, self._attempt)
+            self._check_lead()
         except FencedError as exc:
             get_run_logger().warning("the flow runs of %d trials go on: %s", len(self._running), exc)
             return True
@@ -183,16 +185,14 @@ class DeployedTrials:
                 del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
-        check_fence(self._sweep, self._attempt)  # it may have waited for Prefect's API
-        trial, parameters, alive = start.trial, self._parameters(start.trial), find_alive(start.trial)
+        self._check_lead()  # the start may have waited for Prefect's API
+        trial, parameters = start.trial, self._parameters(start.trial)
+        alive = [it for it in find_alive(trial) if not is_ending(it)]
         for flow_run in alive:
-            is_ending = flow_run.state is not None and flow_run.state.is_cancelling()
-            if not is_ending and is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
+            if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
                 return flow_run.id
         for flow_run in alive:  # of an earlier start of the sweep, with another config
-            if flow_run.state is not None and flow_run.state.is_cancelling():
-                continue
             get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
             cancel(trial, flow_run.id, "the sweep goes on with another config")
         created = run_deployment(

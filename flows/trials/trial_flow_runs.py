@@ -140,6 +140,11 @@ def has_ended(flow_run: FlowRun) -> bool:
     return flow_run.state is not None and flow_run.state.is_final()
 
 
+def is_ending(flow_run: FlowRun) -> bool:
+    """Return whether a flow run is being cancelled."""
+    return flow_run.state is not None and flow_run.state.is_cancelling()
+
+
 def find_alive(trial: TrialRecord) -> list[FlowRun]:
     """Return the flow runs of a trial that have not ended."""
     tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
@@ -167,7 +172,7 @@ def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
     """
     for trial in trials:
         try:
-            alive = [it for it in find_alive(trial) if it.state is None or not it.state.is_cancelling()]
+            alive = [it for it in find_alive(trial) if not is_ending(it)]
         except (PrefectException, httpx.HTTPError) as exc:
             get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
             continue

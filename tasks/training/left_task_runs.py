@@ -39,7 +39,7 @@ def end_left_task_runs(previous: Attempt, owner: Owner, run: str) -> None:
 
     """
     left = previous.owner
-    if left.flow_run_id is None or (left.host, left.pid, left.started) == (owner.host, owner.pid, owner.started):
+    if left.flow_run_id is None or left.is_same_process(owner):
         return
     leader = f"the process {left.pid} on {left.machine} that led attempt {previous.number}"
     context = TaskRunContext.get()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import uuid4
@@ -22,7 +23,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelling, Failed, Pending, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
-from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, sweeping, uniform
@@ -108,7 +109,7 @@ WRONG = [
 def test_more_trials_at_once_than_an_answer_of_the_api_has_rows_are_all_seen_to_end(prefect_server, tmp_path, monkeypatch):
     monkeypatch.setattr(DeployedTrials, "_end_of", lambda *_: None)
     sweep_run = Run.open(str(tmp_path), "many")
-    trials = DeployedTrials(None, None, sweep_run, 1, "train/many", "")
+    trials = DeployedTrials(None, None, sweep_run, lambda: None, "train/many", "")
     trials._running = {it: (TrialRecord(it, f"many/trial-{it:04d}-{it:08x}", {}, it), uuid4()) for it in range(201)}
     assert trials.take_ended(0).keys() == set(range(201))
 
@@ -164,7 +165,7 @@ def trials(tmp_path):
     training = SimpleNamespace(storage=StorageSpec(str(tmp_path)), failure=FailureConfig())
     sweep = Run.open(str(tmp_path), "sweep")
     attempt = claim_attempt(sweep, Owner.current("the sweep's"), world_size=0)
-    return DeployedTrials(training, None, sweep, attempt.number, "train/gpu", "")
+    return DeployedTrials(training, None, sweep, partial(check_fence, sweep, attempt.number), "train/gpu", "")
 
 
 TRIAL = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0)
