@@ -14,30 +14,40 @@ class FreeSpace:
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, int | None] = {}  # by device
-        self._taken: dict[int, int] = {}
-        self._last: tuple[Way, int, int] | None = None  # with its descriptor and device: small files share a directory
+        self._by_device: dict[int, FilesystemSpace] = {}
 
-    def take(self, way: Way, count: int) -> None:
-        """Count `count` more bytes as taken on the filesystem of `way`'s last directory.
+    def of(self, way: Way) -> "FilesystemSpace":
+        """Return the space of the filesystem that `way`'s last directory is on."""
+        device = os.fstat(way.folder).st_dev
+        if device not in self._by_device:
+            filesystem = os.statvfs(way.folder)
+            free = filesystem.f_bavail * filesystem.f_frsize if filesystem.f_blocks else None
+            self._by_device[device] = FilesystemSpace(free, str(way.path("")))
+        return self._by_device[device]
+
+
+class FilesystemSpace:
+    """The space of one filesystem.
+
+    Args:
+        free: The bytes that were free when it was first used; None if it is unlimited.
+        folder: A directory on it, for errors.
+
+    """
+
+    def __init__(self, free: int | None, folder: str) -> None:
+        self._free = free
+        self._taken = 0
+        self._folder = folder
+
+    def take(self, count: int) -> None:
+        """Count `count` more bytes as taken.
 
         Raises:
             OSError: ENOSPC, with the directory, if more bytes are taken than were free.
 
         """
-        device = self._device_of(way)
-        free = self._free[device]
-        self._taken[device] = taken = self._taken.get(device, 0) + count
-        if free is not None and taken > free:
-            told = f"{os.strerror(errno.ENOSPC)} ({taken} bytes needed, {free} free)"
-            raise OSError(errno.ENOSPC, told, str(way.path("")))
-
-    def _device_of(self, way: Way) -> int:
-        if self._last is not None and self._last[:2] == (way, way.folder):
-            return self._last[2]
-        device = os.fstat(way.folder).st_dev
-        if device not in self._free:
-            filesystem = os.statvfs(way.folder)
-            self._free[device] = filesystem.f_bavail * filesystem.f_frsize if filesystem.f_blocks else None
-        self._last = way, way.folder, device
-        return device
+        self._taken += count
+        if self._free is not None and self._taken > self._free:
+            told = f"{os.strerror(errno.ENOSPC)} ({self._taken} bytes needed, {self._free} free)"
+            raise OSError(errno.ENOSPC, told, self._folder)

@@ -120,9 +120,8 @@ class _Group:
             folder = _Folder(key, way, self._sync.covers(way))
             if not folder.is_covered:
                 self._uncovered.append(key)
-            for name, path in named.items():
-                if not (owned and self._take(folder, name, Path(path))):
-                    self._write(folder, name, path)
+            left = {name: path for name, path in named.items() if not (owned and self._take(folder, name, Path(path)))}
+            self._write(folder, left)
 
     def _take(self, folder: _Folder, name: str, path: Path) -> bool:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
@@ -139,21 +138,28 @@ class _Group:
         self._keep(folder, name, taken)
         return True
 
-    def _write(self, folder: _Folder, name: str, path: str | Path) -> None:
-        self._written[folder.key].append(name)
-        with naming_if_full(lambda: folder.way.path(name)):
-            if (data := read_small(path)) is not None:
-                self._space.take(folder.way, len(data))
-                written = write_small(data, folder.create(name), lambda: folder.way.path(name))
-            else:
-                with io.FileIO(path) as source:
-                    self._space.take(folder.way, os.fstat(source.fileno()).st_size)
-                    with io.FileIO(folder.create(name), "w") as target:
-                        written = copy_file(source, target)
-                        require_whole(target.fileno(), written, lambda: folder.way.path(name))
-        if not folder.is_covered:
-            self._sync.begin(folder.way.path(name))
-        self._keep(folder, name, written)
+    def _write(self, folder: _Folder, named: Mapping[str, str | Path]) -> None:
+        """Write copies of files into one directory; what a file costs counts ten thousand times."""
+        name, written, space = "", self._written[folder.key], self._space.of(folder.way)
+
+        def target_path() -> Path:
+            return folder.way.path(name)
+
+        with naming_if_full(target_path):
+            for name, path in named.items():
+                written.append(name)
+                if (data := read_small(path)) is not None:
+                    space.take(len(data))
+                    stored = write_small(data, folder.create(name), target_path)
+                else:
+                    with io.FileIO(path) as source:
+                        space.take(os.fstat(source.fileno()).st_size)
+                        with io.FileIO(folder.create(name), "w") as target:
+                            stored = copy_file(source, target)
+                            require_whole(target.fileno(), stored, target_path)
+                if not folder.is_covered:
+                    self._sync.begin(target_path())
+                self._keep(folder, name, stored)
 
     def _keep(self, folder: _Folder, name: str, stored: Transfer) -> None:
         self.stored[f"{folder.key}/{name}" if folder.key else name] = stored
@@ -168,7 +174,7 @@ class _Group:
                     if folder.link(name, path):
                         self._written[key].append(name)
                     else:
-                        self._write(folder, name, path)
+                        self._write(folder, {name: path})
         for key in self._uncovered:
             with self._root.make(key) as way:
                 way.sync()

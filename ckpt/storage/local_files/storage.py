@@ -232,7 +232,7 @@ class LocalStorage:
             try:
                 with naming_if_full(lambda: self._path(key)), file:
                     if size is not None:
-                        FreeSpace().take(way, size)
+                        FreeSpace().of(way).take(size)
                     written = write(file)
                     os.fsync(file.fileno())
                     require_whole(file.fileno(), written, lambda: self._path(key))
