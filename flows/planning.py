@@ -20,8 +20,8 @@ from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
-from prefect_torch.tasks.training.leadership import refuse_if_alive, refuse_other_kind
-from prefect_torch.tasks.training.start import lineage_of, missing_run_named, nothing_to_resume
+from prefect_torch.tasks.training.leadership import lineage_of, refuse_if_alive, refuse_other_kind
+from prefect_torch.tasks.training.start import missing_run_named, nothing_to_resume
 
 from .arguments import gpus_of, initial_checkpoint, show_ranks
 

@@ -9,10 +9,9 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
-from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
@@ -44,9 +43,7 @@ from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.leadership import claim_leadership, record_outcome
-from prefect_torch.tasks.training.start import lineage_of
-from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained
+from prefect_torch.tasks.training.leadership import Claimant, claim_run, record_outcome
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -149,7 +146,7 @@ def sweep(
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
     given = define(function, space, training.config, search)
-    claimed = _claim(led, storage, run_config, given)
+    claimed = _claim(led, run_config, given)
     with _outcome_recorded(led, claimed, storage):
         begun = begin(led, claimed, given, has_seed=search.seed is not None, may_be_fresh=run_config.resume == "never")
         definition = begun.definition
@@ -257,16 +254,13 @@ def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Itera
     refresh_runs_page(storage)
 
 
-def _claim(run: Run, storage: StorageSpec, run_config: RunConfig, given: Definition) -> Attempt:
-    owner = Owner.current(flow_run.id)
-    with unusable_storage_explained(run_config.storage, run.storage.url):
-        download_run(storage, run.name)
+def _claim(run: Run, run_config: RunConfig, given: Definition) -> Attempt:
+    def check() -> None:
         known = None if run_config.resume == "never" else find_definition(run, given)  # a sweep that is refused stays as it is
         if known is None and run_config.resume == "must":
-            raise CheckpointNotFoundError(f"there is no sweep {run.name!r} in {storage.url}, and resume='must' asks for one")
-        continued = (owner.flow_run_id, *restarted_by_this(run_config))
+            raise CheckpointNotFoundError(
+                f"there is no sweep {run.name!r} in {run.storage.url}, and resume='must' asks for one"
+            )
 
-        def claim(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
-            return claim_attempt(run, owner, world_size=0, lineage=lineage_of(previous, run_config, continued), known=known)
-
-        return claim_leadership(run, owner, claim, is_sweep=True, takeover=run_config.takeover)
+    claimed, _ = claim_run(run, Claimant(Owner.current(flow_run.id), run_config, restarted_by_this(run_config)), check)
+    return claimed

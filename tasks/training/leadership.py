@@ -1,50 +1,82 @@
 """The leadership of a run, a training or a sweep: one flow run leads at a time, and records how its attempt ended."""
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 from prefect_torch.ckpt import FencedError, RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
-from prefect_torch.ckpt.runs.attempts.claims import claim_unless_led
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.tasks.liveness import is_unknown, may_be_led
+from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .unusable_storage import unusable_storage_explained
 
-def claim_leadership(
-    run: Run,
-    owner: Owner,
-    claim: Callable[[Attempt | None, frozenset[str] | None], Attempt],
-    *,
-    is_sweep: bool,
-    takeover: bool,
-    restarted: Collection[str] = (),
-) -> Attempt:
-    """Claim the next attempt of a run, which fences the process that led it before.
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A process that is to lead a run, a training or a sweep.
+
+    Attributes:
+        owner: The process.
+        run_config: How the run starts. `takeover` takes over a run that another flow run leads, unless the owner's flow run,
+            or one that it restarts, has led it before: neither a retry nor a restart takes the run back.
+        restarted: The flow runs that the owner's restarts.
+        world_size: The number of ranks; 0 for a sweep.
+        settings: The fields of the training's retention policy.
+
+    """
+
+    owner: Owner
+    run_config: RunConfig
+    restarted: tuple[str, ...]
+    world_size: int = 0
+    settings: dict[str, Any] | None = None
+
+
+def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[Attempt, Attempt | None]:
+    """Claim the next attempt of a run, which fences the process that led it before; return it and the one before it.
 
     Args:
         run: The run.
-        owner: The process that is to lead it.
-        claim: Makes the claim by `claim_attempt`, given the newest attempt and the known claims.
-        is_sweep: Whether it leads a sweep, rather than a training.
-        takeover: Whether it takes over a run that another flow run leads, unless the owner's flow run, or one that it restarts,
-            has led it before: neither a retry nor a restart takes the run back.
-        restarted: The flow runs that the owner's restarts.
+        claimant: The process that is to lead it.
+        check: Raises if the process must not lead the run; called when the run's records are on this machine.
 
     Raises:
         RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
         FencedError: If a later process of the same flow run has taken over from this one.
         ValueError: If the run is a sweep and a training is to begin, or the other way round.
+        OSError: If access to the storage is denied, or its directory cannot be created.
 
     """
+    with unusable_storage_explained(claimant.run_config.storage, run.storage.url):
+        download_run(run.spec, run.name)
+        check()
+        return _claim(run, claimant)
 
-    def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
-        refuse_other_kind(run, previous, is_sweep=is_sweep)
+
+def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:
+    owner, restarted = claimant.owner, claimant.restarted
+
+    def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> tuple[Attempt, Attempt | None]:
+        refuse_other_kind(run, previous, is_sweep=claimant.world_size == 0)
         _refuse_if_overtaken(run, previous, owner)
-        return claim(previous, known)
+        claimed = claim_attempt(
+            run,
+            owner,
+            world_size=claimant.world_size,
+            lineage=lineage_of(previous, claimant.run_config, (owner.flow_run_id, *restarted)),
+            settings=claimant.settings,
+            known=known,
+        )
+        return claimed, previous
 
-    if takeover:
+    if claimant.run_config.takeover:
         previous = newest_attempt(run)
 
         def is_of_owner(attempt: Attempt) -> bool:
@@ -53,6 +85,22 @@ def claim_leadership(
         if previous is None or is_of_owner(previous) or not any(map(is_of_owner, list_attempts(run))):
             return claim_after(previous, None)
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
+
+
+def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[str | None]) -> int | None:
+    """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself.
+
+    Args:
+        previous: The newest attempt of the run that can be read; None if there is none. Claims that cannot be read, or that are
+            gone, are no reason for a fresh start, which would in time delete the checkpoints.
+        run: How the run starts.
+        continued: The flow run of the next attempt, and those that it restarts.
+
+    """
+    if previous is None:
+        return None if run.resume == "never" else 1
+    is_new_lineage = run.resume == "never" and previous.owner.flow_run_id not in continued
+    return None if is_new_lineage else previous.lineage
 
 
 def _refuse_if_overtaken(run: Run, previous: Attempt | None, owner: Owner) -> None:

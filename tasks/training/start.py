@@ -1,14 +1,14 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, record_resumed_from
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
-from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.run import Run
@@ -17,12 +17,11 @@ from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 from .job import TrainJob
-from .leadership import claim_leadership
+from .leadership import Claimant, claim_run
 from .left_task_runs import end_left_task_runs
 from .observers import CheckpointQuarantined, Observers
 from .restarts import Restarts
 from .source_pin import SourcePin
-from .unusable_storage import unusable_storage_explained
 
 
 def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
@@ -35,34 +34,10 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         OSError: If access to the storage is denied, or its directory cannot be created.
 
     """
-    with unusable_storage_explained(job.run_config.storage, store.storage.url):
-        return _claim(store, job, restarts)
-
-
-def _claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
-    owner = restarts.owner
-    download_run(job.storage, job.run)
-    restarts.refuse_if_used_up(store)
-
-    before: Attempt | None = None
-
-    def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> Attempt:
-        nonlocal before
-        before = previous
-        return claim_attempt(
-            store,
-            owner,
-            world_size=job.scaling.most_workers,
-            lineage=lineage_of(previous, job.run_config, (owner.flow_run_id, *job.restarted)),
-            settings=asdict(job.policy),
-            known=known,
-        )
-
-    claimed = claim_leadership(
-        store, owner, claim_after, is_sweep=False, takeover=job.run_config.takeover, restarted=job.restarted
-    )
+    claimant = Claimant(restarts.owner, job.run_config, job.restarted, job.scaling.most_workers, asdict(job.policy))
+    claimed, before = claim_run(store, claimant, partial(restarts.refuse_if_used_up, store))
     if before is not None and not job.run_config.takeover:
-        end_left_task_runs(before, owner, store.run)
+        end_left_task_runs(before, restarts.owner, store.run)
     return claimed
 
 
@@ -114,22 +89,6 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     assert ref is not None
     own = checkpoint.manifest if is_own else None
     return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy, None if is_own else pin)
-
-
-def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[str | None]) -> int | None:
-    """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself.
-
-    Args:
-        previous: The newest attempt of the run that can be read; None if there is none. Claims that cannot be read, or that are
-            gone, are no reason for a fresh start, which would in time delete the checkpoints.
-        run: How the run starts.
-        continued: The flow run of the next attempt, and those that it restarts.
-
-    """
-    if previous is None:
-        return None if run.resume == "never" else 1
-    is_new_lineage = run.resume == "never" and previous.owner.flow_run_id not in continued
-    return None if is_new_lineage else previous.lineage
 
 
 def _choose(

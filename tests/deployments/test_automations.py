@@ -41,7 +41,7 @@ from prefect_torch.flows.arguments import default_run_name
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
-from prefect_torch.tasks.training.start import lineage_of
+from prefect_torch.tasks.training.leadership import lineage_of
 from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
@@ -23,6 +23,7 @@ from .attempt import Attempt, claim_keys, newest_claims
 from .begun import lists_anything
 from .owner import Owner
 
+T = TypeVar("T")
 _LISTED_WITHIN_S = 20.0  # how long a gateway may leave out a claim, if the run's first object exists
 _REWRITTEN_WITHIN_S = 5.0  # the longest that a claim is partly written, on a storage that replaces objects in place
 
@@ -125,8 +126,8 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
 
 
 def claim_unless_led(
-    run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None, frozenset[str] | None], Attempt]
-) -> Attempt:
+    run: Run, refuse_if_led: Callable[[Attempt], None], claim: Callable[[Attempt | None, frozenset[str] | None], T]
+) -> T:
     """Claim the next attempt unless a live attempt leads the run; of several concurrent claims exactly one succeeds.
 
     A process that finds a claim that it has not checked came later, and checks again. It lists claims right before its own

@@ -16,7 +16,9 @@ import httpx
 import pytest
 from commits import commit
 from prefect.client.orchestration import get_client
+from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.states import Crashed
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
@@ -43,6 +45,7 @@ from prefect_torch.flows import (
     train,
     uniform,
 )
+from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps import unused_criteria
@@ -240,6 +243,27 @@ def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(
     taken = run.model_copy(update={"takeover": True})
     result = sweep("sweep_trainings:return_loss", {"x": grid([1])}, search=SearchConfig(metric="loss"), run=taken)
     assert [trial.state for trial in result.trials] == ["completed"]
+
+
+def test_a_restart_of_a_sweep_does_not_take_back_what_was_taken_over_from_the_flow_run_that_it_restarts(run):
+    led = Run.open(run.storage, run.name)
+    parameters = {
+        "train_fn": "sweep_trainings:return_loss",
+        "space": {"x": {"kind": "grid", "values": [1]}},
+        "search": {"metric": "loss"},
+        "run": {"name": run.name, "storage": run.storage, "takeover": True},
+    }
+    with get_client(sync_client=True) as client:
+        crashed = client.create_flow_run(sweep, state=Crashed())
+        claim_attempt(led, Owner.current(str(crashed.id)), world_size=0)
+        taker = str(uuid.uuid4())
+        claim_attempt(led, Owner.current(taker), world_size=0)
+        restart = client.create_flow_run(sweep, parameters=parameters)
+        labels = {RESTARTS_LABEL: 1, RESUMES_LABEL: str(crashed.id), FIRST_NAME_LABEL: crashed.name}
+        client.update_flow_run_labels(restart.id, labels)
+        with pytest.raises(RunBusyError, match=f"is led by flow run {taker}"):
+            run_flow(sweep, client.read_flow_run(restart.id))
+    assert [attempt.owner.flow_run_id for attempt in list_attempts(led)] == [str(crashed.id), taker]
 
 
 def test_a_sweep_and_a_training_do_not_share_a_name(run):

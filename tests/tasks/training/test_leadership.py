@@ -6,11 +6,10 @@ import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
-from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.tasks import liveness
+from prefect_torch.tasks import RunConfig, liveness
 from prefect_torch.tasks.training import leadership
-from prefect_torch.tasks.training.leadership import claim_leadership
+from prefect_torch.tasks.training.leadership import Claimant, claim_run
 
 HERE = Owner.current("0b1c2d3e-0000-4000-8000-000000000001")
 OTHER = "0b1c2d3e-0000-4000-8000-000000000002"
@@ -22,38 +21,40 @@ def store(tmp_path):
     return CheckpointStore.open(tmp_path, "run")
 
 
-def lead(store, owner, *, takeover=False, restarted=()):
-    def claim(previous, known):
-        return claim_attempt(store, owner, world_size=1, known=known)
+@pytest.fixture(params=[1, 0], ids=["training", "sweep"])
+def lead(store, request):
+    def lead(owner, *, takeover=False, restarted=()):
+        config = RunConfig(storage=store.storage.url, takeover=takeover)
+        with disable_run_logger():
+            return claim_run(store, Claimant(owner, config, tuple(restarted), request.param), lambda: None)[0]
 
-    with disable_run_logger():
-        return claim_leadership(store, owner, claim, is_sweep=False, takeover=takeover, restarted=restarted)
+    return lead
 
 
 @pytest.mark.parametrize("takeover", [False, True])
-def test_a_process_that_a_later_one_of_its_flow_run_has_overtaken_does_not_take_the_run_back(store, takeover):
+def test_a_process_that_a_later_one_of_its_flow_run_has_overtaken_does_not_take_the_run_back(lead, takeover):
     """As a machine that was suspended does, whose flow run was run again elsewhere."""
-    lead(store, HERE, takeover=takeover)
-    assert lead(store, HERE, takeover=takeover).number == 2, "its own retry"
-    assert lead(store, ELSEWHERE, takeover=takeover).number == 3
+    lead(HERE, takeover=takeover)
+    assert lead(HERE, takeover=takeover).number == 2, "its own retry"
+    assert lead(ELSEWHERE, takeover=takeover).number == 3
     with pytest.raises(FencedError, match=rf"another process of this flow run, {HERE.pid} on elsewhere, leads run 'run'"):
-        lead(store, HERE, takeover=takeover)
-    assert lead(store, ELSEWHERE, takeover=takeover).number == 4
+        lead(HERE, takeover=takeover)
+    assert lead(ELSEWHERE, takeover=takeover).number == 4
 
 
-def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that_it_restarts(store, monkeypatch):
+def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that_it_restarts(lead, monkeypatch):
     monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: False)
     monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
     first, taker, restart = (replace(ELSEWHERE, flow_run_id=f"0b1c2d3e-0000-4000-8000-00000000000{n}") for n in (4, 5, 6))
-    lead(store, first, takeover=True)
-    assert lead(store, restart, takeover=True, restarted=[first.flow_run_id]).number == 2, "it was only interrupted"
-    assert lead(store, taker, takeover=True).number == 3
+    lead(first, takeover=True)
+    assert lead(restart, takeover=True, restarted=[first.flow_run_id]).number == 2, "it was only interrupted"
+    assert lead(taker, takeover=True).number == 3
     with pytest.raises(RunBusyError, match=f"by flow run {taker.flow_run_id}"):
-        lead(store, restart, takeover=True, restarted=[first.flow_run_id])
+        lead(restart, takeover=True, restarted=[first.flow_run_id])
     fresh = replace(restart, flow_run_id="0b1c2d3e-0000-4000-8000-000000000007")
     with pytest.raises(RunBusyError):
-        lead(store, fresh, takeover=True, restarted=[restart.flow_run_id, first.flow_run_id])
-    assert lead(store, fresh, takeover=True).number == 4
+        lead(fresh, takeover=True, restarted=[restart.flow_run_id, first.flow_run_id])
+    assert lead(fresh, takeover=True).number == 4
 
 
 @pytest.mark.parametrize(
@@ -68,17 +69,17 @@ def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that
         ("cancelled", None, False, False),
     ],
 )
-def test_between_two_attempts_a_run_is_its_flow_runs(store, monkeypatch, ending, kind, has_ended, is_led):
+def test_between_two_attempts_a_run_is_its_flow_runs(store, lead, monkeypatch, ending, kind, has_ended, is_led):
     monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: has_ended)
     monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
-    lead(store, ELSEWHERE)
+    lead(ELSEWHERE)
     write_outcome(store, Outcome(1, ending, ELSEWHERE.flow_run_id, kind))
     if is_led:
-        with pytest.raises(RunBusyError, match="is being trained by flow run"):
-            lead(store, replace(HERE, flow_run_id=OTHER))
-        assert lead(store, replace(HERE, flow_run_id=OTHER), takeover=True).number == 2
+        with pytest.raises(RunBusyError, match=r"is (being trained|led) by flow run"):
+            lead(replace(HERE, flow_run_id=OTHER))
+        assert lead(replace(HERE, flow_run_id=OTHER), takeover=True).number == 2
     else:
-        assert lead(store, replace(HERE, flow_run_id=OTHER)).number == 2
+        assert lead(replace(HERE, flow_run_id=OTHER)).number == 2
 
 
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):

@@ -13,8 +13,9 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
-from prefect_torch.tasks.training.start import choose_start, lineage_of
+from prefect_torch.tasks.training.start import choose_start
 from ranks import Attempt, folder
 
 
