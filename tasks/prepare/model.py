@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt.state.expected_size import note_module
+from prefect_torch.ckpt.state.objects.parameters import fsdp_classes
+from prefect_torch.ckpt.state.objects.tensors import is_dtensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .device import get_device, get_rank_and_size
@@ -70,7 +70,7 @@ def _check_strategy(strategy: str | None) -> None:
 
 def _is_parallel(model: nn.Module) -> bool:
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    return isinstance(inner, (DistributedDataParallel, FSDPModule, FullyShardedDataParallel))
+    return isinstance(inner, (DistributedDataParallel, *fsdp_classes("FSDPModule", "FullyShardedDataParallel")))
 
 
 def _is_meta(model: nn.Module) -> bool:
@@ -94,6 +94,8 @@ def _replicated(model: nn.Module, arguments: dict[str, Any]) -> nn.Module:
 
 def _sharded(model: nn.Module, device: torch.device | None, arguments: dict[str, Any]) -> nn.Module:
     """Shard `model`; each part is moved when it is sharded, since the whole may fit on no device."""
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: PLC0415 - slow, and the flow's process needs none
+
     is_begun = any(isinstance(module, FSDPModule) for module in model.modules())
     if "mesh" not in arguments:  # the default of fully_shard takes a GPU wherever there is one
         if _has_shards(model) and not is_begun:
@@ -107,13 +109,13 @@ def _sharded(model: nn.Module, device: torch.device | None, arguments: dict[str,
             fully_shard(block, **arguments)
     fully_shard(model, **arguments)
     for tensor in (*model.parameters(), *model.buffers()):  # such as `ignored_params`; offloaded shards stay where they are
-        if device is not None and not isinstance(tensor, DTensor) and tensor.device.type not in ("meta", device.type):
+        if device is not None and not is_dtensor(tensor) and tensor.device.type not in ("meta", device.type):
             tensor.data = tensor.to(device)
     return model
 
 
 def _has_shards(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

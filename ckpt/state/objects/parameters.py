@@ -56,10 +56,19 @@ def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
 
 def _reshard(module: torch.nn.Module) -> None:
     """Reshard a module, so that it has its optimizer's parameters: after a forward alone, FSDP2 leaves them gathered."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # none yet while a thread imports it
-    sharded: list[Any] = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
-    for part in sharded:
+    for part in _parts(module, "FSDPModule"):
         part.reshard()
+
+
+def fsdp_classes(*names: str) -> tuple[type, ...]:
+    """Return these classes of `torch.distributed.fsdp`, without an import: none while no module can be of them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return tuple(getattr(fsdp, name) for name in names if hasattr(fsdp, name))  # it has none yet while a thread imports it
+
+
+def _parts(module: torch.nn.Module, kind: str) -> list[Any]:
+    kinds = fsdp_classes(kind)
+    return [part for part in module.modules() if isinstance(part, kinds)]
 
 
 def check_not_flat(module: torch.nn.Module, name: str) -> None:
@@ -69,9 +78,7 @@ def check_not_flat(module: torch.nn.Module, name: str) -> None:
         ValueError: If it does.
 
     """
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
-    wrapped: list[Any] = [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]
-    if any(part.sharding_strategy.name != "NO_SHARD" for part in wrapped):
+    if any(part.sharding_strategy.name != "NO_SHARD" for part in _parts(module, "FullyShardedDataParallel")):
         raise ValueError(_flat(name, "is sharded by FullyShardedDataParallel"))
 
 

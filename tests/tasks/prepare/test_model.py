@@ -120,9 +120,10 @@ def test_an_unknown_strategy_is_refused(strategy, message):
         prepare_model(nn.Linear(2, 1), parallel_strategy=strategy)
 
 
-def test_preparing_imports_no_prefect():
+def test_preparing_imports_neither_prefect_nor_fsdp():
+    """A script is imported in its flow's process, too, which trains no model."""
     program = (
         "import sys; from prefect_torch.tasks import get_device, prepare_data_loader, prepare_model; "
-        "assert not {'prefect', 'torchdata'} & sys.modules.keys()"
+        "assert not {'prefect', 'torchdata', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
