@@ -17,10 +17,10 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.names import are_two_files
 from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
-from prefect_torch.ckpt.storage.protocol import Storage, Transfer
-from prefect_torch.ckpt.storage.retry import with_retries
-from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
+from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.ckpt.storage.sizes import OtherSizeError, wait_for_sizes
 from prefect_torch.ckpt.storage.synced.transport import Transport
 from prefect_torch.ckpt.text import utc_now
 
@@ -240,13 +240,8 @@ def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
         FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
 
     """
-
-    def find_other(storage: Storage) -> tuple[str, int | None] | None:
-        found = find_size(storage, key)
-        return None if found == expected else (key, found)
-
     try:
-        _require_stored(run, attempt, key, {key: expected}, find_other)
+        _require_acknowledged(run, attempt, key, {key: expected})
     except CommitFailedError:
         with suppress(StorageError, OSError):
             run.storage.delete([key])
@@ -254,7 +249,7 @@ def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
 
 
 def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
-    """Raise if a local storage keeps two stored files as one: its filesystem may ignore case or forms of Unicode.
+    """Raise if a local storage keeps two stored files as one.
 
     Raises:
         ReportMismatchError: If it does so: the one that was stored first is lost.
@@ -264,88 +259,40 @@ def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) ->
     if folder is None:
         return
     for first, second in alike(entry.path for entry in files):
-        if (folder / first).samefile(folder / second) or not _are_both_listed(folder, first, second):
+        if not are_two_files(folder, first, second):
             raise ReportMismatchError(
                 f"the filesystem of {run.path} takes {first!r} and {second!r} for the name of one file: rename one of them"
             )
-
-
-def _are_both_listed(folder: Path, first: str, second: str) -> bool:
-    """Return whether the first directory in which the paths differ lists both names: FUSE may number names instead of files."""
-    one, other = Path(first), Path(second)
-    for name, alike_name in zip(one.parts, other.parts, strict=True):
-        if name != alike_name:
-            return {name, alike_name}.issubset(entry.name for entry in folder.iterdir())
-        folder /= name
-    raise AssertionError
 
 
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
     """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
 
     Raises:
-        CommitFailedError: If a file is missing, or of another size.
+        CommitFailedError: If a file is missing, or of another size, until the retries end.
         FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
 
     """
-    if not files:
-        return
-    prefix = run.layout.data(checkpoint_id)
-    expected = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
-    _require_stored(
-        *(run, attempt_of(checkpoint_id), prefix, expected),
-        lambda storage: find_other_size(storage, prefix, expected),
-    )
+    if files:
+        sizes = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
+        _require_acknowledged(run, attempt_of(checkpoint_id), run.layout.data(checkpoint_id), sizes)
 
 
-def _require_stored(
-    run: Run,
-    attempt: int,
-    place: str,
-    expected: Mapping[str, int],
-    find_other: Callable[[Storage], tuple[str, int | None] | None],
-) -> None:
-    """Wait until a bucket has what it acknowledged, for as long as it retries requests: a gateway may answer for it.
-
-    Args:
-        run: The run.
-        attempt: The attempt that has stored it.
-        place: Where it is, for messages.
-        expected: The size of each object, by its key.
-        find_other: Returns an object that is missing or has another size, as `find_other_size` does.
-
-    Raises:
-        CommitFailedError: If an object is missing, or of another size.
-        FencedError: If the reason is that a newer attempt owns the run, or that the run was deleted.
-        StorageError: If the bucket does not answer.
-
-    """
-    others: list[tuple[str, int | None]] = []
-
-    def look(storage: Storage) -> None:
-        other = find_other(storage.reopened() if others else storage)
-        if other is not None:
-            others.append(other)
-            check_fence(run, attempt)
-            raise StorageError(f"{other[1] or 0} of {expected[other[0]]} bytes of {other[0]} are there")
-
+def _require_acknowledged(run: Run, attempt: int, place: str, sizes: Mapping[str, int]) -> None:
     try:
-        with_retries(run.storage, "looking for what was stored in", place, look)
-    except StorageError as exc:
-        if not others:
-            raise
-        key, found = others[-1]
+        wait_for_sizes(run.storage, place, sizes, lambda: check_fence(run, attempt))
+    except OtherSizeError as exc:
         raise CommitFailedError(
-            f"{run.storage.url} has acknowledged {expected[key]} bytes of {key}, and has "
-            f"{'no such object' if found is None else found}: it loses writes; the previous checkpoint is still the latest"
+            f"{run.storage.url} has acknowledged {sizes[exc.key]} bytes of {exc.key}, and has "
+            f"{'no such object' if exc.size is None else exc.size}: it loses writes; the previous checkpoint is still "
+            "the latest"
         ) from exc
 
 
 def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
     """Wait until this machine sees the files that other machines have stored in a directory.
 
-    A mount may show an old listing (FUSE, for minutes), or the size that a file had while it was written (NFS, for seconds). A
-    checkpoint that is committed earlier would count as damaged at a start on this machine.
+    A checkpoint that is committed earlier would count as damaged at a start on this machine.
 
     Raises:
         StorageError: If it does not see them until the retries end.
@@ -356,21 +303,16 @@ def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> Non
         return
     prefix = run.layout.data(checkpoint_id)
     entries = {run.layout.data(checkpoint_id, entry.path): entry for entry in files}
-
-    def look(storage: Storage) -> None:
-        other = find_other_size(storage, prefix, {key: entry.bytes for key, entry in entries.items()})
-        if other is None:
-            return
-        check_fence(run, attempt_of(checkpoint_id))
-        key, found = other
+    sizes = {key: entry.bytes for key, entry in entries.items()}
+    try:
+        wait_for_sizes(run.storage, prefix, sizes, lambda: check_fence(run, attempt_of(checkpoint_id)))
+    except OtherSizeError as exc:
         mount = shared_mount_of(Path(run.storage.url))
         raise StorageError(
-            f"rank 0's machine sees {found or 0} of the {entries[key].bytes} bytes that rank {entries[key].rank} has stored on "
-            f"another one in {key}; mount the directory{'' if mount is None else f' ({mount})'} so that each machine "
+            f"rank 0's machine sees {exc.size or 0} of the {sizes[exc.key]} bytes that rank {entries[exc.key].rank} has stored "
+            f"on another one in {exc.key}; mount the directory{'' if mount is None else f' ({mount})'} so that each machine "
             "immediately sees the files of others: rclone with --dir-cache-time 0s"
-        )
-
-    with_retries(run.storage, "looking for other machines' files in", prefix, look)
+        ) from exc
 
 
 def _store_index(run: Run, checkpoint_id: str, parts: Sequence[RankPart]) -> list[FileEntry]:

@@ -1,12 +1,67 @@
 """The sizes of stored objects, compared with those that they should have."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from prefect_torch.ckpt.errors import StorageError
 
 from .parallel import AT_ONCE, read_all
 from .protocol import Storage
+from .retry import with_retries
+
+
+class OtherSizeError(StorageError):
+    """An object has another size than it should have.
+
+    Attributes:
+        key: Its key.
+        size: Its size in bytes; None if there is no such object.
+
+    """
+
+    def __init__(self, key: str, size: int | None, expected: int) -> None:
+        super().__init__(f"{size or 0} of {expected} bytes of {key} are there")
+        self.key = key
+        self.size = size
+
+
+def wait_for_sizes(storage: Storage, place: str, sizes: Mapping[str, int], check: Callable[[], object]) -> None:
+    """Wait until a storage has what it acknowledged, for as long as it retries requests.
+
+    A gateway may answer for a bucket, so each look after the first has a new connection. A mount may show an old listing (FUSE,
+    for minutes), or the size that a file had while it was written (NFS, for seconds).
+
+    Args:
+        storage: The storage.
+        place: The prefix of all objects, which ends with "/", or the key of the only one, which costs no listing.
+        sizes: The size of each object in bytes, by its key.
+        check: Called after each look that finds another size; an error other than a StorageError ends the wait.
+
+    Raises:
+        OtherSizeError: If an object is missing, or of another size, until the retries end.
+        StorageError: If the storage does not answer.
+
+    """
+    others: list[OtherSizeError] = []
+
+    def look(storage: Storage) -> None:
+        used = storage.reopened() if others else storage
+        if place.endswith("/"):
+            other = find_other_size(used, place, sizes)
+        else:
+            found = find_size(used, place)
+            other = None if found == sizes[place] else (place, found)
+        if other is not None:
+            others.append(OtherSizeError(*other, sizes[other[0]]))
+            check()
+            raise others[-1]
+
+    try:
+        with_retries(storage, "looking for what was stored in", place, look)
+    except StorageError as exc:
+        if not others:
+            raise
+        raise others[-1] from exc
 
 
 def find_other_size(storage: Storage, prefix: str, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
