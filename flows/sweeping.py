@@ -167,6 +167,8 @@ def sweep(
             before = dict(searched.trials)
             remove_lost_pin(led, before.values())
             _leave(led, begun.former.values())
+            if trials_on is None:
+                _cancel_deployed(led, before.values(), "the sweep goes on with its trials in its own process")
             expect_questions(led, are_expected=trials_on is not None)
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
@@ -188,11 +190,16 @@ def sweep(
 
 def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
     """Cancel the flow runs of the former trials of a sweep that begins again, and remove their pins."""
-    if are_questions_expected(led):
-        cancel_flow_runs([trial for trial in trials if trial.state == "running"], "the sweep begins again without its trials")
+    _cancel_deployed(led, trials, "the sweep begins again without its trials")
     for trial in trials:
         if trial.source is not None:
             unpin_source(led.spec, trial.source, trial.run)
+
+
+def _cancel_deployed(led: Run, trials: Iterable[TrialRecord], reason: str) -> None:
+    """Cancel the flow runs of a deployment that an earlier start of the sweep left for its trials, queued ones, too."""
+    if are_questions_expected(led):
+        cancel_flow_runs([trial for trial in trials if trial.state == "running"], reason)
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

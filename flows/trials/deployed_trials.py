@@ -77,8 +77,8 @@ class _Start:
 class DeployedTrials:
     """Runs each trial as a flow run of a deployment of the flow `train`, which requests decisions from this process.
 
-    A flow run that an earlier process of the sweep has started, and that has not ended, is taken over. One with another config
-    is cancelled, and a new one continues the trial.
+    A flow run that an earlier process of the sweep has started, and that has not ended, is taken over if a new one would be the
+    same. If its deployment or a parameter differs, it is cancelled, and a new one continues the trial.
 
     Args:
         training: What all trials have in common.
@@ -189,12 +189,12 @@ class DeployedTrials:
         trial, parameters = start.trial, self._parameters(start.trial)
         alive = [it for it in find_alive(trial) if not is_ending(it)]
         for flow_run in alive:
-            if is_same(flow_run.parameters.get("config"), to_jsonable_python(parameters["config"])):
+            if self._would_be_same(flow_run, parameters):
                 get_run_logger().info("trial %d goes on in flow run %r", trial.number, flow_run.name)
                 return flow_run.id
-        for flow_run in alive:  # of an earlier start of the sweep, with another config
-            get_run_logger().info("flow run %r ends: trial %d goes on with the present config", flow_run.name, trial.number)
-            cancel(trial, flow_run.id, "the sweep goes on with another config")
+        for flow_run in alive:  # of an earlier start of the sweep, with other arguments
+            get_run_logger().info("flow run %r ends: trial %d goes on with the present arguments", flow_run.name, trial.number)
+            cancel(trial, flow_run.id, "the sweep goes on with other arguments")
         created = run_deployment(
             name=self._deployment,
             parameters=parameters,
@@ -205,6 +205,14 @@ class DeployedTrials:
         )
         assert isinstance(created, FlowRun)  # no coroutine, since the sweep's flow is not async
         return created.id
+
+    def _would_be_same(self, flow_run: FlowRun, parameters: dict[str, Any]) -> bool:
+        """Return whether a new flow run would have the same deployment and parameters."""
+        given = {name: flow_run.parameters.get(name) for name in parameters}  # Prefect adds the deployment's own
+        if not is_same(given, to_jsonable_python(parameters)):
+            return False
+        with get_client(sync_client=True) as client:
+            return flow_run.deployment_id == read_deployment(client, self._deployment).id
 
     def _parameters(self, trial: TrialRecord) -> dict[str, Any]:
         training, source = self._training, trial.source

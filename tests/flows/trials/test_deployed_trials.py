@@ -23,20 +23,38 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
 from prefect.states import Cancelling, Failed, Pending, Running
 from prefect_servers import wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import FailureConfig, RunConfig, SearchConfig, sweep, sweeping, uniform
+from prefect_torch.deployments import make_deployment
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    SearchConfig,
+    sweep,
+    sweeping,
+    uniform,
+)
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
+from prefect_torch.flows.sweeps.definition import define, settle_definition
+from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.flows.sweeps.journal.journal import Journal
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
 from prefect_torch.flows.trials.trial_flow_runs import FlowRunWatch
+from prefect_torch.flows.trials.trial_runs import Training
 from prefect_torch.tasks.training import backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"
 NAME = "trials-of-a-test"
+CLIMB = f"{SUPPORT / 'sweep_trainings.py'}:climb"
 LONGEST_END_S = 30
 
 
@@ -79,8 +97,7 @@ def search(**changes) -> SearchConfig:
 def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_checkpoints(served, tmp_path):
     run = RunConfig(name="deployed", storage=str(tmp_path))
     chosen = search(scheduler="asha", max_t=3, max_concurrent=2)
-    function = f"{SUPPORT / 'sweep_trainings.py'}:climb"
-    result = sweep(function, {"lr": uniform(0, 1)}, {"epochs": 9}, chosen, run=run, trials_on=served)
+    result = sweep(CLIMB, {"lr": uniform(0, 1)}, {"epochs": 9}, chosen, run=run, trials_on=served)
     assert [trial.state for trial in result.trials] == ["paused", "completed"]
     assert [trial.reason for trial in result.trials] == ["waits at rung 1 (at 1)", "step=3 has reached 3"]
     assert [trial.checkpoint.step for trial in result.trials] == [1, 3]
@@ -233,21 +250,57 @@ def test_a_trial_that_another_flow_run_trains_goes_on_in_that_one(api, trials):
     assert end.reason.endswith("of train/gpu ended before it trained: attempt 1 was overtaken by attempt 2")
 
 
-@pytest.mark.parametrize(("config", "is_taken_over"), [({"y": [5, 0.1]}, True), ({"y": [7, 0.1]}, False)])
-def test_a_flow_run_that_outlived_its_sweep_is_taken_over_unless_the_config_is_another_one(
-    api, trials, monkeypatch, config, is_taken_over
-):
-    begun = api.flow_run.model_copy(update={"parameters": {"config": {"y": [5, 0.1]}}})
-    created = FlowRun(id=uuid4(), flow_id=uuid4(), name="another")
-    api.tagged = [begun]
-    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {"config": {"y": tuple(config["y"])}})
-    monkeypatch.setattr(deployed_trials, "run_deployment", lambda **_: created)
-    trials.start(TRIAL)
-    assert trials._running == {0: (TRIAL, begun.id if is_taken_over else created.id)}
-    assert api.cancelled == ([] if is_taken_over else [begun.id])
-    api.tagged = [begun.model_copy(update={"state": Cancelling()})]
-    trials.start(TRIAL)
-    assert api.cancelled == ([] if is_taken_over else [begun.id]), "once"
+@pytest.fixture(scope="module")
+def unserved():
+    """Two deployments whose flow runs wait for ever."""
+    return {name: make_deployment(name, "json:loads").apply() for name in ("queue-a", "queue-b")}
+
+
+def trials_of(sweep: Run, deployment: str, **changes) -> DeployedTrials:
+    storage = sweep.spec
+    training = Training(
+        **{
+            "pack": lambda _: None,
+            "storage": storage,
+            "config": {"y": (5, 0.1)},
+            "scaling": ScalingConfig(),
+            "run_config": RunConfig(storage=storage.url),
+            "checkpoint": CheckpointConfig(),
+            "failure": FailureConfig(),
+            **changes,
+        }
+    )
+    return DeployedTrials(training, None, sweep, lambda: None, deployment, "json:loads")
+
+
+PRESENT_STARTS = {
+    "same": ("train/queue-a", {}),
+    "deployment": ("train/queue-b", {}),
+    "config": ("train/queue-a", {"config": {"y": (7, 0.1)}}),
+    "failure": ("train/queue-a", {"failure": FailureConfig(max_failures=3)}),
+    "scaling": ("train/queue-a", {"scaling": ScalingConfig(num_workers=2)}),
+}
+
+
+@pytest.mark.parametrize("change", PRESENT_STARTS)
+def test_a_flow_run_that_outlived_its_sweep_is_taken_over_if_another_one_would_be_the_same(unserved, tmp_path, change):
+    deployment, changes = PRESENT_STARTS[change]
+    sweep_run = Run.open(str(tmp_path), change)
+    trial = TrialRecord(0, f"{change}/trial-0000-0123abcd", {}, 0)
+    with disable_run_logger(), get_client(sync_client=True) as client:
+        trials = trials_of(sweep_run, "train/queue-a")
+        trials.start(trial)
+        ((_, begun),) = trials._running.values()
+        trials = trials_of(sweep_run, deployment, **changes)
+        trials.start(trial)
+        ((_, present),) = trials._running.values()
+        assert (present == begun) == (change == "same")
+        assert client.read_flow_run(begun).state.is_scheduled() == (change == "same")
+        flow_run = client.read_flow_run(present)
+        assert flow_run.deployment_id == unserved[deployment.rpartition("/")[2]]
+        assert flow_run.parameters["failure"]["max_failures"] == changes.get("failure", FailureConfig()).max_failures
+        trials_of(sweep_run, deployment, **changes).start(trial)
+        assert [it.id for it in trial_flow_runs.find_alive(trial)] == [present]
 
 
 def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, monkeypatch):
@@ -342,6 +395,25 @@ def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):
         api.is_away = True
         sweeping._leave(led, [running])
         assert api.cancelled == [api.flow_run.id]
+
+
+def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_process(unserved, tmp_path):
+    led, space = Run.open(str(tmp_path), "left"), {"lr": uniform(0, 1)}
+    begun = claim_attempt(led, Owner.current("a-flow-run"), world_size=0)
+    write_outcome(led, Outcome(begun.number, "preempted", "a-flow-run"))
+    chosen = search(num_trials=1)
+    settle_definition(led, define(CLIMB, space, {"epochs": 1}, chosen), has_seed=False, is_fresh=False)
+    searched = Search(chosen, parse_space(space), 0, RecordedTrials([], Journal(led, begun.number, 0).append), "left")
+    searched.lead(begun.number)
+    expect_questions(led, are_expected=True)
+    trial, trials = searched.next_trial(), trials_of(led, "train/queue-a")
+    with disable_run_logger():
+        trials.start(trial)
+    run = RunConfig(name="left", storage=str(tmp_path))
+    result = sweep(CLIMB, space, {"epochs": 1}, chosen, run=run)
+    assert [(it.run, it.state) for it in result.trials] == [(trial.run, "completed")]
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(trials._running[0][1]).state.is_cancelled()
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
