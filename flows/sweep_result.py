@@ -15,7 +15,7 @@ from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
 from prefect_torch.flows.monitoring.sweeps.parameters import parameters_of
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 from prefect_torch.flows.sweeps.definition import Definition, config_of_trial, require_definition
-from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, beats, score_in, scores_in, value_in
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
 
 from .result import Result
@@ -159,11 +159,7 @@ class SweepResult:
     def best_trials(self) -> list[Trial]:
         """The trials that no other one beats in all metrics, by number; of a single metric, the best ones."""
         scored = [(scores, trial) for trial in self.trials if (scores := self._scores(trial)) is not None]
-        return [
-            trial
-            for scores, trial in scored
-            if not any(other != scores and all(a <= b for a, b in zip(other, scores, strict=True)) for other, _ in scored)
-        ]
+        return [trial for scores, trial in scored if not any(beats(other, scores) for other, _ in scored)]
 
     @property
     def errors(self) -> dict[int, str]:
@@ -247,9 +243,7 @@ class SweepResult:
         return cls(run.name, run.path, trials, definition.metrics, definition.modes)
 
     def _scores(self, trial: Trial) -> list[float] | None:
-        scores = [_score(trial, metric, mode) for metric, mode in zip(self.metrics, self.modes, strict=True)]
-        known = [score for score in scores if score is not None]
-        return known if len(known) == len(scores) else None
+        return scores_in(trial.metrics, trial.state, self.metrics, self.modes)
 
 
 def _seen(trial: Trial, metric: str) -> SeenTrial:

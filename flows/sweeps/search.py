@@ -350,7 +350,7 @@ class Search:
             lost = self._scheduler.lost(self.trials)
             if is_over and not self.is_over_budget:
                 lost = frozenset(self.recorded.in_state("paused"))
-            excess = find_excess(self.trials, lost, keep, self._search.metrics[0], self._search.modes[0])
+            excess = find_excess(self.trials, lost, keep, self.metrics, self._search.modes)
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
                 metrics = self.trials[number].metrics

@@ -149,7 +149,7 @@ class SearchConfig(FormModel):
         ge=1,
         title="Keep best trials",
         description="How many of the best trials keep their checkpoints; others only have metrics, once they cannot go on any "
-        "more. All when empty.",
+        "more. With several metrics, all trials that no other one beats keep theirs, too. All when empty.",
     )
     restart_errored: bool = Field(
         default=False,

@@ -1,9 +1,11 @@
 """Which trials of a sweep keep their checkpoints: a pure function of its history."""
 
+import math
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, score_of
+from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, beats, score_of, scores_in
 
 _ENDED = ("completed", "stopped")
 
@@ -22,7 +24,7 @@ class Excess:
     runs: tuple[tuple[int, str], ...] = ()
 
 
-def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str, mode: str) -> Excess:
+def find_excess(history: History, lost: AbstractSet[int], keep: int, metrics: Sequence[str], modes: Sequence[str]) -> Excess:
     """Return the checkpoints to delete so that only the best trials keep theirs.
 
     Trials that may continue keep their checkpoints, and so do failed ones, which `restart_errored` restarts. A run that another
@@ -32,13 +34,15 @@ def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str
     Args:
         history: The trials.
         lost: The paused trials that are never resumed.
-        keep: How many trials keep their checkpoints.
-        metric: The metric by which trials are compared.
-        mode: "min" or "max".
+        keep: How many trials keep their checkpoints. Of several metrics, all trials that no other one beats keep theirs.
+        metrics: The metrics by which trials are compared.
+        modes: The mode of each metric, "min" or "max".
 
     """
     over = [trial for trial in history.values() if trial.source is None and (trial.state in _ENDED or trial.number in lost)]
-    over.sort(key=lambda trial: _key(trial, metric, mode))
+    fronts = _fronts(over, metrics, modes) if len(metrics) > 1 else {}
+    keep = max(keep, sum(front == 0 for front in fronts.values()))
+    over.sort(key=lambda trial: (fronts.get(trial.number, 0), *_key(trial, metrics[0], modes[0])))
     needed = {trial.source.run for trial in history.values() if trial.source is not None}
     needed |= {trial.former.run for trial in history.values() if trial.former is not None}
     excess = [(trial.number, trial.run) for trial in over[keep:]]
@@ -47,6 +51,19 @@ def find_excess(history: History, lost: AbstractSet[int], keep: int, metric: str
         tuple(trial.number for trial in over[keep:] if trial.state == "paused"),
         tuple(it for it in (*excess, *left) if it[1] not in needed and it[1] not in history[it[0]].deleted_runs),
     )
+
+
+def _fronts(trials: Sequence[TrialRecord], metrics: Sequence[str], modes: Sequence[str]) -> dict[int, float]:
+    """Return the front of each trial: 0 if no other one beats it, 1 if only some in front 0 do, and so on.
+
+    A trial without a score for each metric is in an infinite one.
+    """
+    fronts = {trial.number: math.inf for trial in trials}
+    known = ((scores_in(it.metrics, it.state, metrics, modes), it.number) for it in trials)
+    ranked = sorted((scores, number) for scores, number in known if scores is not None)  # one that beats another precedes it
+    for place, (scores, number) in enumerate(ranked):
+        fronts[number] = 1 + max((fronts[other] for better, other in ranked[:place] if beats(better, scores)), default=-1)
+    return fronts
 
 
 def _key(trial: TrialRecord, metric: str, mode: str) -> tuple[bool, float, int]:

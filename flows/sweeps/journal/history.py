@@ -1,6 +1,6 @@
 """The history of a sweep: the state of each trial after the events in its journal; pure functions."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -194,3 +194,15 @@ def score_in(metrics: Metrics, state: TrialState, metric: str, mode: str) -> flo
 def value_in(metrics: Metrics, state: TrialState, metric: str) -> float | None:
     """Return the value of a metric in a trial's metrics; None if it is no finite number, or the trial failed."""
     return None if state == "failed" else find_finite_score(metrics, metric)
+
+
+def scores_in(metrics: Metrics, state: TrialState, names: Sequence[str], modes: Sequence[str]) -> list[float] | None:
+    """Return the values of several metrics in a trial's metrics; None if one has none. See `score_of`."""
+    scores = [score_in(metrics, state, metric, mode) for metric, mode in zip(names, modes, strict=True)]
+    known = [score for score in scores if score is not None]
+    return known if len(known) == len(scores) else None
+
+
+def beats(scores: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether a trial is better in one metric than another trial, and worse in none."""
+    return scores != others and all(a <= b for a, b in zip(scores, others, strict=True))

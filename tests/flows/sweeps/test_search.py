@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
-from prefect_torch.flows import SearchConfig, SweepFailedError, choice, grid, loguniform, randint, uniform
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows import SearchConfig, SweepFailedError, SweepResult, choice, grid, loguniform, randint, uniform
+from prefect_torch.flows.sweeps.definition import define
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import (
     Cloned,
@@ -359,6 +361,31 @@ def test_the_best_trials_alone_keep_checkpoints_and_none_that_goes_on_misses_its
         assert len(one.deleted) == len(set(one.deleted))
     assert [it.metrics for it in simulation.lead().trials.values()] == [it.metrics for it in expected.trials.values()]
     assert simulation.total == undisturbed.total
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [0, 1, 2]), (2, [0, 1, 2]), (4, [0, 1, 2, 3]), (5, [0, 1, 2, 3, 6])])
+def test_of_several_metrics_all_trials_that_none_beats_keep_their_checkpoints(keep, kept):
+    scores = [(1.0, 9.0), (2.0, 8.0), (3.0, 1.0), (2.5, 9.0), (0.1, math.inf), (3.0, 9.0), (2.5, 9.5)]
+    search = searched(metric=["loss", "size"], mode="min", keep_best_trials=keep)
+    for loss, size in scores:
+        search.end(search.next_trial().number, TrialEnd("completed", None, {"loss": loss, "size": size}))
+    excess = dict(search.take_excess(is_over=True))
+    assert sorted(search.trials.keys() - excess.keys()) == kept
+    result = SweepResult.of(
+        Run.open("memory://", "sweep"), define("", SPACE, {}, configured(metric=["loss", "size"])), search.trials
+    )
+    assert [trial.number for trial in result.best_trials] == [0, 1, 2]
+
+
+def test_of_a_single_metric_no_more_trials_than_asked_for_keep_their_checkpoints():
+    search = searched(keep_best_trials=2)
+    for _ in range(4):
+        search.end(search.next_trial().number, TrialEnd("completed", None, {"loss": 0.0}))
+    assert [number for number, _ in search.take_excess(is_over=True)] == [2, 3]
+
+
+def searched(**changes) -> Search:
+    return Search(configured(**changes), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
 
 
 def best_of(search, count):
