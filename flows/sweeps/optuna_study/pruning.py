@@ -43,7 +43,7 @@ class OptunaPruning:
         return self._trials[number].should_prune()
 
     def end(self, number: int, state: str) -> None:
-        """Record that a trial has come to an end."""
+        """Record that a trial has come to an end, after which it has no more reports."""
         if number not in self._trials:
             return
         last = self._last[number]

@@ -16,7 +16,7 @@ class Pruning(Protocol):
         ...
 
     def end(self, number: int, state: TrialState) -> None:
-        """Record that a trial has come to an end."""
+        """Record that a trial has come to an end, after which it has no more reports."""
         ...
 
 
@@ -70,7 +70,8 @@ class PrunedTrials(ResumesAll):
             step = count if self._counts_reports else int(report.time)
             prunes = self._pruning.report(trial.number, step, report.value)
         self._seen[trial.number] = len(trial.reports)
-        if trial.state in ("completed", "stopped", "failed") and trial.number not in self._ended:
+        # Not one that has failed: Optuna would refuse its reports after a restart, and its pruners do not look for failed trials.
+        if trial.state in ("completed", "stopped") and trial.number not in self._ended:
             self._pruning.end(trial.number, trial.state)
             self._ended.add(trial.number)
         return prunes

@@ -207,6 +207,26 @@ def test_a_pruner_sees_each_report_of_a_trial_whose_time_is_a_metric(times):
     assert verdicts == [True, True, not math.isfinite(times[-1])]  # without a time there is no grace period to be over
 
 
+def test_a_pruner_judges_failed_trials_that_are_started_again_one_after_the_other():
+    config, entries = configured(scheduler="pruner", pruner="sweep_trainings:threshold_pruner", num_trials=2), []
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+
+    def report(number, step, loss=1.0):
+        return search.decide(number, DecisionRequest(0, step, step, {"loss": loss}, f"id-{number}-{step}")).goes_on
+
+    for number in (0, 1):
+        assert search.next_trial().number == number
+        assert report(number, 1)
+        search.end(number, TrialEnd("failed", "an error"))
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    config = config.model_copy(update={"restart_errored": True})
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep")
+    for number in (0, 1):
+        assert search.next_trial().number == number
+        assert report(number, 2)
+        assert not report(number, 3, 99.0)
+
+
 @pytest.mark.parametrize("sampler", ["TPESampler", "GPSampler", "NSGAIISampler", "RandomSampler"])
 def test_a_sampler_of_optunas_by_its_import_path_gets_the_seed(sampler):
     suggested = []
