@@ -32,7 +32,7 @@ from prefect_torch.tasks.rank.program.node_store import open_node
 from prefect_torch.tasks.rank.program.orderly_end import end_in_order
 from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from prefect_torch.tasks.rank.resources.cpus import default_threads
-from prefect_torch.tasks.rank.resources.device import take_device
+from prefect_torch.tasks.rank.resources.device import take_device, wait_for_kernels
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
@@ -53,12 +53,15 @@ def main() -> None:
     sys.argv = [spec.function.name]
     _write_utf8()
     with ExitStack() as held:
-        result = _run(spec, held)
+        group = ExitStack()
+        result = _run(spec, held, group)
         flush_output()
         with os.fdopen(result_fd, "wb") as pipe:
             pipe.write(pickle.dumps(result) if spec.master_host is None else encode_result(result))
-        if result.kind is None:
-            end_in_order(held.close)
+        if result.kind is None:  # else: a group that lost a rank may wait for it without limit
+            if spec.use_gpu:
+                wait_for_kernels(spec.local_rank)  # of collectives that other ranks take part in, which end with this process
+            end_in_order(group.close, held.close)
             flush_output()
     # Not sys.exit: after a failure, a collective or a thread of the user may hang; native code may do so at any exit.
     os._exit(0 if result.kind is None else 1)
@@ -92,7 +95,8 @@ def _final(*kinds: type[BaseException]) -> Iterator[None]:
         raise _FinalError(exc) from exc
 
 
-def _run(spec: RankSpec, held: ExitStack) -> RankResult:
+def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
+    """Return the result of the function; `group` then leaves the process group, on which no result depends."""
     _prepare(spec)
     try:
         packed = _enter_paths(spec, held)
@@ -107,13 +111,12 @@ def _run(spec: RankSpec, held: ExitStack) -> RankResult:
             backend = _check_backend(spec, device)
         session = _session(spec, store, key_value)
         _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
+        if group_store is not None:
+            group.callback(group_store.close, spec, key_value)
+        group.callback(_leave_process_group)
         result = call_in_session(function, config, session, spec)
-        if result.kind is None:  # a group that lost a rank may wait for it without limit
-            _leave_process_group()
-            if session.is_cut_short:
-                key_value.set(CUT_SHORT_KEY, b"")
-            if group_store is not None:
-                group_store.close(spec, key_value)
+        if result.kind is None and session.is_cut_short:
+            key_value.set(CUT_SHORT_KEY, b"")
     except _FinalError as exc:
         return failure_of(exc.error, "final")
     except Exception as exc:  # noqa: BLE001 - returned as the result
@@ -222,8 +225,11 @@ def _join_process_group(spec: RankSpec, backend: str, device: "torch.device | No
 def _leave_process_group() -> None:
     import torch.distributed as dist  # noqa: PLC0415 - after the environment is set
 
-    if dist.is_initialized():  # otherwise the user's function has destroyed it
-        dist.destroy_process_group()
+    try:
+        if dist.is_initialized():  # otherwise the user's function has destroyed it
+            dist.destroy_process_group()
+    except Exception as exc:  # noqa: BLE001 - such as of NCCL, when another rank has exited; the function has returned
+        print(f"WARNING: the process group could not be left: {exc}", file=sys.stderr)  # noqa: T201 - the rank's log
 
 
 if __name__ == "__main__":

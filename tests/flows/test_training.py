@@ -593,6 +593,14 @@ def test_what_a_function_has_left_for_the_end_of_its_process_is_done(run, tmp_pa
     assert (tmp_path / "atexit").exists()
 
 
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_a_finished_training_completes_though_its_process_group_does_not_end(run, tmp_path, how):
+    result = train("trainings:cannot_leave_its_group", {"how": how, "folder": str(tmp_path)}, TWO, run, failure=NO_RESTARTS)
+    assert (result.completed, result.return_value) == (True, {"attempt": 1})
+    assert (tmp_path / "left-1").exists()
+    assert (tmp_path / "atexit").exists()
+
+
 @pytest.mark.parametrize("how", ["fork", "closed", "endless", "unloadable"])
 def test_a_finished_training_completes_whatever_it_returns(run, how):
     result = train("trainings:end_oddly", {"how": how}, run=run)

@@ -115,6 +115,14 @@ def test_a_rank_that_is_killed_in_a_collective_is_followed_by_the_next_attempt(r
 
 
 @pytest.mark.gpus(2)
+def test_a_training_completes_while_a_cuda_graph_holds_a_collective(run, told, figure):
+    started_s = time.monotonic()
+    assert returned("keep_a_graph_with_a_collective", ranks(2), run, {"told": str(told)}).item() == 4
+    figure("a training that leaves a graph with a collective", time.monotonic() - started_s, "s")
+    assert {path.name for path in told.iterdir()} == {"atexit-0", "atexit-1"}
+
+
+@pytest.mark.gpus(2)
 def test_a_flow_that_is_terminated_ends_in_time_though_a_collective_hangs(run, told, figure):
     flow = Flow("hang_in_a_collective", {"told": str(told), "always": True}, run.storage, {"num_workers": 2}, {"grace_s": 5})
     for rank in range(2):

@@ -1,5 +1,6 @@
 """Training functions for ranks with real GPUs."""
 
+import atexit
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+KEPT = []
 AT_IMPORT = torch.ones(1, device="cuda").device.index if torch.cuda.is_available() else None
 
 
@@ -80,6 +82,21 @@ def hang_in_a_collective(config):
             dist.all_reduce(torch.ones(1 << 20, device="cuda"))
             torch.cuda.synchronize()
         time.sleep(600)
+
+
+def keep_a_graph_with_a_collective(config):
+    """Return while a CUDA graph that holds an all_reduce exists, as one of a whole step does, and its replay still runs."""
+    total = torch.ones(1, device="cuda")
+    dist.all_reduce(total)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(total)
+    KEPT.append((graph, total))
+    atexit.register(Path(config["told"], f"atexit-{get_context().world_rank}").touch)
+    report({}, state={"number": 1})
+    graph.replay()
+    return total
 
 
 def shard_more_than_a_gpu_holds(config):

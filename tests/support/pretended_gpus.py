@@ -82,6 +82,9 @@ class Module:
         EVENTS.append(f"set {device}")
         self._current = device.index
 
+    def synchronize(self, device: Any = None) -> None:
+        EVENTS.append(f"synchronized {device}")
+
     def get_device_properties(self, index: int) -> Any:
         return SimpleNamespace(uuid=uuid(visible()[index]), name=NAME)
 

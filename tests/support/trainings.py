@@ -19,6 +19,7 @@ from prefect_torch.ckpt import Checkpoint, get_checkpoint, get_context, log_metr
 from prefect_torch.ckpt.reporting.api import grace_s
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
+from prefect_torch.tasks.rank.program import orderly_end
 
 
 def start_epoch() -> int:
@@ -252,6 +253,23 @@ def leave_something_to_do(config: dict) -> None:
 
     threading.Thread(target=upload).start()
     atexit.register(Path(config["folder"], "atexit").touch)
+
+
+def cannot_leave_its_group(config: dict) -> dict:
+    """Report and return, as if a CUDA graph held collectives, or as if another rank were gone too early for NCCL."""
+    attempt = get_context().attempt
+
+    def destroy_process_group() -> None:
+        Path(config["folder"], f"left-{attempt}").touch()
+        if config["how"] == "raises":
+            raise dist.DistBackendError("NCCL error: remote process exited")
+        time.sleep(600)
+
+    dist.destroy_process_group = destroy_process_group
+    orderly_end.LONGEST_S = 1.0
+    atexit.register(Path(config["folder"], "atexit").touch)
+    report({"loss": 1.0}, state={"number": 1})
+    return {"attempt": attempt}
 
 
 class Unloadable:

@@ -11,33 +11,42 @@ from contextlib import suppress
 
 LONGEST_S = 10.0
 _OF_NATIVE_CODE_S = 2.0  # longer, for code that never lets another thread run
+_OF_ATEXIT = "what it has registered with atexit"
+_OF_GROUP = "its process group (a CUDA graph that holds collectives keeps it)"
 
 
-def end_in_order(clean_up: Callable[[], None]) -> None:
-    """Join threads and run the callbacks of `atexit`, with which loggers send their last records.
+def end_in_order(leave_group: Callable[[], None], clean_up: Callable[[], None]) -> None:
+    """Join threads, run the callbacks of `atexit`, with which loggers send their last records, and leave the process group.
 
     The process is ended if that hangs. Costs a new thread, and the time of the threads and callbacks.
 
     Args:
+        leave_group: Called last: it may hang, as NCCL does while a CUDA graph holds collectives.
         clean_up: Called before the process is ended after ten seconds.
 
     """
-    limit = threading.Timer(LONGEST_S, _end_at_once, [clean_up])
+    awaited = [_OF_ATEXIT]
+    limit = threading.Timer(LONGEST_S, _end_at_once, [awaited, clean_up])
     limit.daemon = True
     try:
         limit.start()
         faulthandler.dump_traceback_later(LONGEST_S + _OF_NATIVE_CODE_S, exit=True, file=2)
     except RuntimeError:  # no thread is left, and nothing may hang without the limits
         return
-    for end in (_leave_out_what_is_torchs, threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
+
+    def leave() -> None:
+        awaited[0] = _OF_GROUP
+        leave_group()
+
+    for end in (_leave_out_what_is_torchs, threading._shutdown, atexit._run_exitfuncs, leave):  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
         with suppress(BaseException):
             end()
     limit.cancel()  # the limit of `faulthandler` stays for the rest of the exit
 
 
-def _end_at_once(clean_up: Callable[[], None]) -> None:
+def _end_at_once(awaited: list[str], clean_up: Callable[[], None]) -> None:
     threads = [it.name for it in threading.enumerate() if not it.daemon and it is not threading.main_thread()]
-    what = f"its thread {', '.join(threads)}" if threads else "what it has registered with atexit"
+    what = f"its thread {', '.join(threads)}" if threads else awaited[0]
     text = f"WARNING: the function has returned {LONGEST_S:g} s ago, and {what} has not ended: the rank is ended now; let the "
     with suppress(OSError):  # not by `sys.stderr`, which may be anything by now
         os.write(2, f"{text}function itself wait for what has to be done\n".encode())

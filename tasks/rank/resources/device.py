@@ -70,6 +70,16 @@ def take_device(local_rank: int) -> "torch.device":
     return device
 
 
+def wait_for_kernels(local_rank: int) -> None:
+    """Return when the GPU number `local_rank` has done what this process has launched; an error of it is logged."""
+    import torch  # noqa: PLC0415 - imported by now
+
+    try:
+        torch.get_device_module(gpu_type()).synchronize(local_rank)
+    except Exception as exc:  # noqa: BLE001 - the function has returned
+        _log(f"WARNING: what the function has launched last has failed on the GPU: {exc}")
+
+
 def is_memory_held_by_others() -> bool:
     """Return whether other processes hold memory of this rank's GPU, such as killed ones that the driver still cleans up."""
     import torch  # noqa: PLC0415 - imported by now
