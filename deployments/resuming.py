@@ -21,7 +21,7 @@ from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
 from prefect_torch.tasks.options.config import UNLIMITED
-from prefect_torch.tasks.training.left_task_runs import end_task_runs
+from prefect_torch.tasks.training.left_task_runs import end_below
 from pydantic import Field
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _why_not(
         state = _declare_dead(client, crashed, limit_s, confirm_s)
     if state is None or not state.is_crashed():
         return "it is alive" if state is None else f"it is {state.name}"
-    end_task_runs(client, crashed.id, "The process of its flow run is dead.")
+    end_below(client, crashed.id, "The process of its flow run is dead.")
     if _num_restarts(crashed) >= max_restarts:
         return f"it is restart {_num_restarts(crashed)}, and max_restarts={max_restarts}"
     if (budget := _out_of_memory_budget(crashed)) is not None and _num_out_of_memory(client, crashed) > budget:

@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.restarted import restarted_before
+from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuAllocation
@@ -152,7 +152,8 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
     subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
-    call. Costs two requests for each flow above.
+    call. Of a chain of restarts, it is made from the first flow run. Costs two requests for each flow above, and one for each
+    restart.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -168,10 +169,14 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
         key = within.key if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
         calls.append(f"{call.task_key}/{key}")
         root = client.read_flow_run(call.flow_run_id)
+    restart = Restart.of(root)
+    first_id, first_name = str(root.id), root.name
+    if restart is not None:
+        first_id, first_name = restarted_before(client, root)[-1], restart.first_name
     if not calls:
-        return default_run_name(root.name, str(root.id))
-    digest = hashlib.sha256("\n".join([str(root.id), *calls]).encode()).hexdigest()
-    return _name(root.name, digest[:_DIGITS])
+        return default_run_name(first_name, first_id)
+    digest = hashlib.sha256("\n".join([first_id, *calls]).encode()).hexdigest()
+    return _name(first_name, digest[:_DIGITS])
 
 
 def name_of_flow_run() -> str:

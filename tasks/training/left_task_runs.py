@@ -1,4 +1,4 @@
-"""The task runs that a killed flow has left running in Prefect's API."""
+"""The task runs and subflow runs that a killed flow has left running in Prefect's API."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,9 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
+    FlowRunFilterDeploymentId,
     FlowRunFilterId,
+    FlowRunFilterParentFlowRunId,
     TaskRunFilter,
     TaskRunFilterState,
     TaskRunFilterStateType,
@@ -69,3 +71,19 @@ def end_task_runs(
     )
     for task_run in list(filter(is_left, open_ones)):
         client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
+
+
+def end_below(client: SyncPrefectClient, flow_run_id: UUID, message: str) -> None:
+    """Set all that the dead process of a flow run has left to Crashed: its task runs and subflow runs, and those below them.
+
+    A subflow run of a deployment has a process of its own, and stays as it is.
+    """
+    of_process = FlowRunFilter(
+        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]),
+        deployment_id=FlowRunFilterDeploymentId(is_null_=True),
+    )
+    for subflow_run in list(read_pages(client.read_flow_runs, flow_run_filter=of_process)):
+        end_below(client, subflow_run.id, message)
+        if subflow_run.state is None or not subflow_run.state.is_final():
+            client.set_flow_run_state(subflow_run.id, Crashed(message=message), force=True)
+    end_task_runs(client, flow_run_id, message)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from uuid import UUID
 import psutil
 import pytest
 from forked_programs import Popen
-from prefect import flow, task
+from prefect import Task, flow, task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
@@ -33,14 +34,16 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed, serve
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 from prefect_torch.deployments.resuming import resume
-from prefect_torch.flows import RunConfig
-from prefect_torch.flows.arguments import default_run_name
+from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows.arguments import default_run_name, name_run
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.tasks.liveness import may_be_led
 from prefect_torch.tasks.training.leadership import lineage_of
 from process_trees import kill_tree
 
@@ -195,6 +198,58 @@ def test_a_run_that_begins_anew_does_so_once_whichever_of_its_flow_runs_lived_lo
     assert lineage_of(newest_attempt(store), anew, flow_runs) == 2
     client.delete_flow_run(second.id)
     assert restarted_before(client, third) == (str(second.id),)
+
+
+@flow
+def research():
+    """What a user would deploy: it calls trainings."""
+
+
+def begin_below(client, above, name, of, **options):
+    """Return a subflow run that runs, below a flow run or one of its task runs, as Prefect's engine relates them."""
+    call = client.create_task_run(Task(name=name, fn=of.fn), above.id, "0", name=name, state=Running())
+    below = client.create_flow_run(of, parent_task_run_id=call.id, state=Pending(), **options)
+    client.set_flow_run_state(below.id, Running())
+    return client.read_flow_run(below.id)
+
+
+def test_the_restart_of_a_flow_of_one_s_own_goes_on_with_the_trainings_that_it_calls(client):
+    deployment_id = client.create_deployment(client.create_flow(research), "own", entrypoint="research.py:research")
+    first = client.create_flow_run_from_deployment(deployment_id)
+    client.set_flow_run_state(first.id, Running(), force=True)
+    training = begin_below(client, first, "train", train)
+    deeper = begin_below(client, training, "judge", judge)
+    client.create_task_run(judge_once, deeper.id, "1", state=Running())
+    completed = begin_below(client, first, "completed", judge)
+    client.set_flow_run_state(completed.id, Completed())
+    named = CheckpointStore.open("memory://own", "named")
+    claim_attempt(named, replace(Owner.current(str(training.id)), host="another machine"), world_size=1)
+
+    client.set_flow_run_state(first.id, Crashed())
+    second = resumed(client, first)
+    dead = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[training.id, deeper.id])))
+    assert [it.state.name for it in dead] == ["Crashed"] * 2
+    task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[training.id, deeper.id])))
+    assert [it.state.name for it in task_runs] == ["Crashed"] * 2
+    assert client.read_flow_run(completed.id).state.is_completed()
+    assert not may_be_led(read_status(named))
+
+    client.set_flow_run_state(second.id, Crashed(), force=True)
+    third = resumed(client, second)
+    names = [name_run(client, begin_below(client, it, "train", train)) for it in (second, third)]
+    assert names == [name_run(client, training)] * 2
+
+
+def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(client, trained):
+    deployment_id = client.create_deployment(client.create_flow(research), "waits", entrypoint="research.py:research")
+    first = client.create_flow_run_from_deployment(deployment_id)
+    client.set_flow_run_state(first.id, Running(), force=True)
+    call = client.create_task_run(judge_once, first.id, "0", state=Running())
+    elsewhere = client.create_flow_run_from_deployment(trained, parent_task_run_id=call.id)
+    client.set_flow_run_state(elsewhere.id, Running(), force=True)
+    client.set_flow_run_state(first.id, Crashed())
+    assert resumed(client, first) is not None
+    assert client.read_flow_run(elsewhere.id).state.is_running()
 
 
 @pytest.mark.parametrize("end", [Completed(), Failed(), Cancelled()], ids=lambda state: state.name)
