@@ -40,6 +40,8 @@ class Checkpoint:
         path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
         id: The id of a committed checkpoint; None for a plain directory.
         store: The run of a committed checkpoint; None for a plain directory.
+        moves_links: Whether an async report may move the directory's files although they have second names (hard links), since
+            nobody writes to them by those.
         node_copy: Keeps the downloads of a loaded state for the other ranks of this node; None if there are no others.
 
     Raises:
@@ -50,6 +52,7 @@ class Checkpoint:
     path: str
     id: str | None
     store: Run | None
+    moves_links: bool = False
     node_copy: NodeCopy | None = None
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open
 

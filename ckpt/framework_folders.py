@@ -10,7 +10,7 @@ from pathlib import Path
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
-from prefect_torch.ckpt.files.folder import files_with_other_names, scan_files
+from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting.api import get_checkpoint, newest_step
 from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
@@ -125,7 +125,7 @@ def part_of_rank(
     if not paths:
         yield None
         return
-    with scratch_folder() as part, files_with_other_names(part):
+    with scratch_folder() as part:
         for path in paths:
             target = part / below / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,9 @@ def part_of_rank(
                 link(source, str(target))
             except OSError:  # no hard links here, or none across directories (BeeGFS); `folder` may go before the part does
                 shutil.copyfile(source, target)
-        yield Checkpoint.from_directory(part)
+        checkpoint = Checkpoint.from_directory(part)
+        checkpoint.moves_links = True
+        yield checkpoint
 
 
 def _owner(path: str, context: TrainContext) -> int | None:

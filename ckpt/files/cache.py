@@ -13,11 +13,10 @@ from typing import TypeAlias
 
 import xxhash
 from filelock import FileLock
-from prefect_torch.ckpt.files.folder import downloads_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
-from prefect_torch.ckpt.storage.machine.scratch import is_of_earlier_boot, own_mark
+from prefect_torch.ckpt.storage.machine.scratch import downloads_folder, is_of_earlier_boot, own_mark
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
 

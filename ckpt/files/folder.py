@@ -1,22 +1,16 @@
-"""The directory that one rank reports, and the directories that its training function may fill for a report."""
+"""The directory that one rank reports: its files, in the groups in which they are stored, and the user's metadata."""
 
 import errno
 import os
 import re
-import secrets
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordError
-from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_temporary
-from prefect_torch.ckpt.storage.machine.scratch import make_scratch, remove_scratch
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.records import check_depth, parse
 
@@ -24,7 +18,6 @@ USER_METADATA_FILE = ".metadata.json"
 _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
 _REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
-_linked: set[Path] = set()  # the directories of `files_with_other_names`
 GROUPED = 1000  # the most files of a group, all of which a retry sends again
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
@@ -187,114 +180,3 @@ def check_holds_no_run(directory: Path, run: Path | None) -> None:
     """
     if run is not None and run.resolve().is_relative_to(directory.resolve()):
         raise ValueError(f"the directory {directory} holds the run itself, {run}: report one that holds the checkpoint alone")
-
-
-def downloads_folder() -> Path:
-    """Return the path of the directory of this user's downloads, which may not exist."""
-    return Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
-
-
-def lies_in_downloads(path: Path) -> bool:
-    """Return whether a local directory is one that the readers of a checkpoint on this node share."""
-    return path.resolve().is_relative_to(downloads_folder().resolve())
-
-
-def adopt_files(directory: Path, paths: Iterable[str], taken: Path | None = None) -> Path:
-    """Move the files at `paths` into `taken`, or else a scratch directory, and return it; a copy only across filesystems.
-
-    The caller may delete or reuse `directory` immediately. Costs one rename per file on the same filesystem. A file that is
-    reached through a link is copied, since a target outside of `directory` was not handed over; so is a file with a second
-    name (a hard link), by which it may be written to. After an error the files are where they were, as far as they can be moved
-    back.
-    """
-    root, may_have_names = directory.resolve(), directory.resolve() in _linked
-    made = make_scratch(_writable_parent(root)) if taken is None else None
-    target = taken or made
-    assert target is not None
-    moved: list[str] = []
-    try:
-        # Copies first: the target of a link may be one of the files that move.
-        for path in sorted(paths, key=lambda path: _is_reached_directly(root / path)):
-            source, place = root / path, target / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if _is_reached_directly(source) and (may_have_names or source.stat().st_nlink == 1):
-                shutil.move(source, place)
-                moved.append(path)
-            else:
-                shutil.copyfile(source, place)
-    except BaseException:
-        for path in moved:
-            with suppress(OSError):  # the first error counts
-                shutil.move(target / path, root / path)
-        if made is not None:
-            remove_scratch(made)
-        raise
-    return target
-
-
-@contextmanager
-def files_with_other_names(directory: Path) -> Iterator[None]:
-    """Let `adopt_files` move files of `directory` that have second names (hard links): nobody writes to them by those."""
-    _linked.add(directory.resolve())
-    try:
-        yield
-    finally:
-        _linked.discard(directory.resolve())
-
-
-def _is_reached_directly(path: Path) -> bool:
-    return path.resolve() == path
-
-
-def _writable_parent(directory: Path) -> Path | None:
-    return directory.parent if os.access(directory.parent, os.W_OK) else None
-
-
-class LentDirectories:
-    """The directories that one rank of an attempt provides for reports: in the storage if it is local, else temporary ones.
-
-    In the storage, they lie beside the run's checkpoints; garbage collection removes those of a killed rank.
-
-    Args:
-        run: The run.
-        attempt: The attempt's number.
-
-    """
-
-    def __init__(self, run: Run, attempt: int) -> None:
-        self._run = run
-        self._attempt = attempt
-        self._lent: dict[Path, bool] = {}  # whether each is temporary
-
-    @contextmanager
-    def lend(self) -> Iterator[Path]:
-        """Yield a new, empty directory, and delete it with all files that were not reported."""
-        directory = self.make()
-        try:
-            yield directory
-        finally:
-            self.remove(directory)
-
-    def make(self) -> Path:
-        """Create and return a new, empty directory, which `remove` deletes."""
-        place = self._run.storage.local_path(self._run.layout.unreported(self._attempt, secrets.token_hex(8)))
-        if place is None:
-            directory = make_scratch()
-        else:
-            directory = place.absolute()
-            directory.parent.mkdir(exist_ok=True)  # never the run's own directory: without it, the storage was unmounted
-            directory.mkdir()
-        self._lent[directory] = place is None
-        return directory
-
-    def remove(self, directory: Path) -> None:
-        """Delete a directory that `make` returned."""
-        if self._lent.pop(directory):
-            remove_scratch(directory)
-        else:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    def holds(self, directory: Path) -> bool:
-        """Return whether `directory` is one of these directories, or lies in one."""
-        lent = tuple(self._lent)  # a commit in the background may remove one meanwhile
-        return any(directory.resolve().is_relative_to(it.resolve()) for it in lent)

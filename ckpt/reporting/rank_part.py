@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt.errors import CommitFailedError, FencedError, StorageError, StorageFullError
-from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, LentDirectories, adopt_files, group_files
+from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.manifest import FileEntry, attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.digest import digest_file
+from prefect_torch.ckpt.storage.machine.handover import adopt_files
 from prefect_torch.ckpt.storage.machine.scratch import remove_scratch
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Transfer
@@ -101,7 +102,7 @@ def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: i
         if directory is not None and agreement.is_background:
             is_adopted = rank in agreement.sharing  # by another rank, except for files that only this one has listed
             own = [path for path in report.files if not is_adopted or agreement.owners.get(path, rank) == rank]
-            taken = _adopt(report.lent, directory, own)
+            taken = _adopt(report, directory, own)
             is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are
             if not is_adopted and not is_copied:
                 report.remove_metadata()
@@ -112,14 +113,14 @@ def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: i
     return StagedReport(report, agreement, directory, state, stall_s=stall_s)
 
 
-def _adopt(lent: LentDirectories | None, directory: Path, paths: Sequence[str]) -> Path:
-    if lent is None:
-        return adopt_files(directory, paths)
-    taken = lent.make()
+def _adopt(report: Report, directory: Path, paths: Sequence[str]) -> Path:
+    if report.lent is None:
+        return adopt_files(directory, paths, with_links=report.moves_links)
+    taken = report.lent.make()
     try:
         return adopt_files(directory, paths, taken)
     except BaseException:
-        lent.remove(taken)
+        report.lent.remove(taken)
         raise
 
 

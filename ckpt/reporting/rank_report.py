@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.files.folder import (
     USER_METADATA_FILE,
-    LentDirectories,
     check_holds_no_run,
     existing_directory,
-    lies_in_downloads,
     read_metadata,
     scan_files,
 )
@@ -26,7 +24,8 @@ from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.staging import spare_memory
-from prefect_torch.ckpt.storage.machine.scratch import kernel_id, scratch_folder
+from prefect_torch.ckpt.storage.machine.handover import LentDirectories
+from prefect_torch.ckpt.storage.machine.scratch import kernel_id, lies_in_downloads, scratch_folder
 from prefect_torch.ckpt.text import show_class
 
 from .agreement import Intent, Upload
@@ -62,6 +61,7 @@ class Report:
         upload: The upload mode, or None without a checkpoint.
         directory: The directory of this rank's files, or None.
         lent: The owner of that directory, if it was lent to the training function: its files may be moved.
+        moves_links: Whether its files may be moved although they have second names (hard links).
         files: Their paths in it.
         metadata: The user's metadata of this rank's part.
         snapshot: This rank's state, or None.
@@ -76,6 +76,7 @@ class Report:
     upload: Upload | None = None
     directory: Path | None = None
     lent: LentDirectories | None = None
+    moves_links: bool = False
     files: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     snapshot: "StateSnapshot | None" = None
@@ -198,6 +199,7 @@ class ReportPreparation:
             upload,
             directory,
             None if directory is None or not self._lent.holds(directory) else self._lent,
+            given.checkpoint is not None and given.checkpoint.moves_links,
             files,
             {} if directory is None else read_metadata(directory),
             None if given.state is None else self._capture(given.state, files),

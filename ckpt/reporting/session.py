@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Any, NoReturn, SupportsIndex
 
@@ -10,7 +11,6 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, never
 from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy
-from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
@@ -18,6 +18,7 @@ from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import clean_metrics
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.machine.handover import LentDirectories
 from prefect_torch.ckpt.text import utc_now
 
 from .agreement import Agreement, Upload
@@ -95,7 +96,7 @@ class RankSession:
         self._peers = peers = Peers(key_value, context.world_rank, context.world_size, node)
         self._events = EventSender(key_value)
         self._background = background = BackgroundCommits(settings.max_in_flight)
-        self.lent = LentDirectories(run, context.attempt)
+        self.lent = LentDirectories(run.storage, partial(run.layout.unreported, context.attempt))
         self._preparation = ReportPreparation(
             run, context.world_rank, context.world_size, settings.checkpoint_score_attribute, self.lent
         )

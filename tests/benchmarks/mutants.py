@@ -345,10 +345,10 @@ MUTANTS = [
         ("status.st_nlink == 1", "True"),
     ),
     *mutants_of(
-        "ckpt/files/folder.py",
-        "tests/ckpt/files/test_folder.py tests/ckpt/reporting/test_reports.py",
+        "ckpt/storage/machine/handover.py",
+        "tests/ckpt/storage/test_handover.py tests/ckpt/reporting/test_reports.py",
         ("shutil.move(target / path, root / path)", "pass"),
-        ("(may_have_names or source.stat().st_nlink == 1)", "True"),
+        ("(with_links or source.stat().st_nlink == 1)", "True"),
     ),
     *mutants_of(
         "ckpt/reporting/rounds.py",

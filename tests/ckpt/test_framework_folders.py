@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from prefect_torch.ckpt import TrainContext
+from crash_points import open_run
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import Checkpoint, TrainContext
 from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.framework_folders import part_of_rank
+from ranks import Attempt
 
 SHARED = {"model.safetensors", "trainer_state.json", "model-00001-of-00002.safetensors", "optimizer_0/.metadata"}
 OF_RANK = {
@@ -56,6 +59,18 @@ def test_the_folder_stays_as_it_is(written, link):
         assert (part.directory / "checkpoint/model.safetensors").read_text() == "model.safetensors"
     assert not part.path.startswith(str(written))
     assert scan_files(written) == before
+
+
+def test_an_async_report_moves_the_links_of_the_part_alone(written):
+    """Whoever reports the same directory as a checkpoint of his own may still write to the files by their other names."""
+    session = Attempt(open_run(MemoryStorage())).session()
+    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), os.link) as part:
+        before = scan_files(part.directory)
+        session.report({}, Checkpoint.from_directory(part.path), upload="async")
+        assert scan_files(part.directory) == before
+        session.report({}, part, upload="async")
+        assert scan_files(part.directory) == []
+    session.finish()
 
 
 @pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EIO])

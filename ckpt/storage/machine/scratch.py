@@ -1,4 +1,4 @@
-"""Scratch directories of this process, which the next process on the machine removes if this one is killed."""
+"""Temporary directories: the downloads, and those of this process, which the next one removes if this is killed."""
 
 import fcntl
 import os
@@ -70,6 +70,16 @@ def _sweep(parent: Path) -> None:
                 shutil.rmtree(folder)
             finally:
                 os.close(descriptor)
+
+
+def downloads_folder() -> Path:
+    """Return the path of the directory of this user's downloads, which may not exist."""
+    return Path(tempfile.gettempdir()) / f"prefect-torch-{os.geteuid()}"  # a container's user may have no name
+
+
+def lies_in_downloads(path: Path) -> bool:
+    """Return whether a local directory is one that the readers of a checkpoint on this node share."""
+    return path.resolve().is_relative_to(downloads_folder().resolve())
 
 
 def own_mark() -> str:

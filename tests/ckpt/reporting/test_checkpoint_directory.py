@@ -8,9 +8,9 @@ import pytest
 from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageFullError, checkpoint_directory, report
-from prefect_torch.ckpt.files.folder import LentDirectories
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.machine.handover import LentDirectories
 from ranks import Attempt, as_rank, read_files
 
 UPLOADS = pytest.mark.parametrize("upload", ["sync", "async"])
@@ -194,7 +194,7 @@ def test_what_a_failed_report_did_not_store_is_still_there_for_the_next_one(stor
 
 def test_a_directory_that_a_commit_removes_meanwhile_is_no_matter(store, monkeypatch):
     Attempt(store)
-    lent = LentDirectories(store, 1)
+    lent = LentDirectories(store.storage, lambda token: store.layout.unreported(1, token))
     other, directory = lent.make(), lent.make()
     resolve = Path.resolve
 
