@@ -217,6 +217,17 @@ class Layout:
     def quarantine(self, checkpoint_id: str) -> str:
         return f"{self.quarantined}{checkpoint_id}.json"
 
+    @property
+    def copied_with_checkpoints(self) -> tuple[str, ...]:
+        """The prefixes of what each copy of a run's checkpoints needs beside them."""
+        return self.attempts, self.outcomes
+
+    @property
+    def copied(self) -> tuple[str, ...]:
+        """The prefixes of what a copy of a whole run needs beside its checkpoints, those that others rely on first."""
+        of_training = (self.metrics, self.pins, self.quarantined, self.all_logs, self.all_evaluation_logs)
+        return *self.copied_with_checkpoints, *of_training, self.codes(), self.all_evaluation_codes, self.journal
+
 
 def lies_in_checkpoint(path: PurePath) -> bool:
     """Return whether a local directory is that of a checkpoint's data in some run, or lies in one."""

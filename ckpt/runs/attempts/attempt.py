@@ -8,11 +8,11 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
+from prefect_torch.ckpt.runs.deletion.reserve import put_despite_full_disk
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count, Time, decode
-from prefect_torch.ckpt.runs.reserve import put_despite_full_disk
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all

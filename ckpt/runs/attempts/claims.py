@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from prefect_torch.ckpt.errors import CheckpointError, FencedError, StorageError
+from prefect_torch.ckpt.runs.deletion.reserve import keep_space, put_despite_full_disk
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
-from prefect_torch.ckpt.runs.reserve import keep_space, put_despite_full_disk
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION

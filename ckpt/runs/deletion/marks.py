@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.layout import stem
-from prefect_torch.ckpt.runs.reserve import keep_space, put_despite_full_disk
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
+
+from .reserve import keep_space, put_despite_full_disk
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
 _RENEW_S = STALE_S / 6

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt.runs.metrics import find_metric
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import show_bytes
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
@@ -15,7 +16,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
-from .selection import best_checkpoints_first, is_sweep, open_run, resolve_score
+from .selection import best_checkpoints_first, open_run, resolve_score
 
 
 @click.command

@@ -11,13 +11,14 @@ from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_age, show_bytes
 from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
 from .run_summaries import RUN_STYLES, RunSummary, summarize_runs
-from .selection import is_sweep, open_run, policy_of
+from .selection import open_run, policy_of
 
 _SHOWN_METRICS = 4
 

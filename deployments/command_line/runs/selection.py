@@ -6,11 +6,10 @@ import click
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
-from prefect_torch.ckpt.runs.layout import Layout, is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
-from prefect_torch.ckpt.storage.sizes import find_size
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
@@ -26,17 +25,6 @@ def open_run(storage: str, run: str) -> CheckpointStore:
     if not has_begun(store):
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
     return store
-
-
-def is_sweep(store: CheckpointStore) -> bool:
-    """Return whether a run is a sweep, whose trials are runs of their own; one request."""
-    return find_size(store.storage, store.layout.sweep) is not None
-
-
-def trials_of(sweep: CheckpointStore) -> list[CheckpointStore]:
-    """Return the runs of a sweep's trials, by name; one listing."""
-    names = (f"{sweep.run}/{name}" for name in sorted(set(sweep.storage.folders(f"{sweep.run}/"))))
-    return [replace(sweep, layout=Layout(name), memory=ManifestMemory()) for name in names if is_run_name(name)]
 
 
 def open_training(storage: str, run: str) -> CheckpointStore:

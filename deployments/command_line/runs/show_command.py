@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
 from prefect_torch.ckpt.runs.quarantine import why_quarantined
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
@@ -24,7 +25,7 @@ from prefect_torch.deployments.command_line.arguments import (
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_metric
 
 from .run_summaries import RUN_STYLES
-from .selection import find_checkpoint, is_sweep, open_run, open_training
+from .selection import find_checkpoint, open_run, open_training
 
 
 @click.command

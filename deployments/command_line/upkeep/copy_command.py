@@ -4,6 +4,8 @@ import os
 from typing import Any
 
 import click
+from prefect_torch.ckpt.runs.whole.copying import check_same_run, copy_planned, plan_copy
+from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
@@ -15,10 +17,9 @@ from prefect_torch.deployments.command_line.arguments import (
     storage_argument,
 )
 from prefect_torch.deployments.command_line.runs.progress import progress_bar
-from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run, open_training
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
-from .copying import check_same_run, copy_planned, plan_copy, plan_sweep
 from .live_runs import check_not_live, ended_option
 
 
@@ -55,7 +56,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
         check_same_run(each, target)
     if is_whole_sweep:
         count = show_count(len(trials), "trial")
-        plans = [plan_sweep(store), *(plan_copy(trial, trial.list(), whole=True) for trial in trials)]
+        plans = [plan_copy(store, (), whole=True), *(plan_copy(trial, trial.list(), whole=True) for trial in trials)]
     else:
         manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else store.list()
         count, plans = show_count(len(manifests), "checkpoint"), [plan_copy(store, manifests, whole=not chosen)]

@@ -7,13 +7,13 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
-from prefect_torch.ckpt.runs.reserve import give_up_space
-from prefect_torch.ckpt.runs.run import pinned_among
+from prefect_torch.ckpt.runs.whole.deletion import check_unpinned, delete_run
+from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
-from prefect_torch.ckpt.text import show_bytes, show_count, show_some
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
-from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, is_sweep, open_run, open_training, trials_of
+from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run, open_training
 from prefect_torch.deployments.command_line.terminal import note, say
 
 from .live_runs import check_not_live, ended_option
@@ -46,10 +46,10 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
 
 
 def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool) -> int:
-    _check_unpinned(store, store.pinned() & {manifest.id})
+    check_unpinned(store, store.pinned() & {manifest.id})
     if not _agrees(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
         return 1
-    _check_unpinned(store, delete_checkpoints(store, [manifest]))
+    check_unpinned(store, delete_checkpoints(store, [manifest]))
     say(f"deleted {manifest.id}")
     return 0
 
@@ -58,7 +58,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     """Delete a run, the last one, after those of its trials if it is a sweep; all are checked before the first is deleted."""
     *trials, store = stores
     for each in stores:
-        _check_unpinned(each, each.pinned())
+        check_unpinned(each, each.pinned())
     infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/") if is_key(info.key)}
     folders = tuple(each.layout.checkpoints for each in stores)
     if is_read(store.storage, [key for key in infos if key.startswith(folders)]):
@@ -68,32 +68,9 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     if not _agrees(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
         return 1
     for each in stores:
-        _delete_run(each)
+        delete_run(each)
     say(f"deleted run {store.run}")
     return 0
-
-
-def _delete_run(store: CheckpointStore) -> None:
-    _check_unpinned(store, delete_checkpoints(store, store.list()))
-    left = store.keys(f"{store.run}/")
-    _check_unpinned(store, pinned_among(key for key in left if key.startswith(store.layout.pins)))
-    # Claims and the run's record go last: by them the run is still found and listed, and the command can be repeated.
-    claims, run_info = [key for key in left if key.startswith(store.layout.attempts)], store.layout.run_info
-    manifests = [key for key in left if key.startswith(store.layout.manifests)]
-    store.storage.delete(manifests)
-    store.storage.delete(key for key in left if key not in (*claims, run_info))
-    store.storage.delete(claims)
-    give_up_space(store)  # before the last object, with which the directory goes
-    store.storage.delete([run_info])
-    store.storage.remove_interrupted(f"{store.run}/", 0.0)
-
-
-def _check_unpinned(store: CheckpointStore, pinned: frozenset[str]) -> None:
-    if pinned:
-        raise ValueError(
-            f"{show_some(sorted(pinned))} of run {store.run!r} {'is' if len(pinned) == 1 else 'are'} pinned and not deleted: "
-            "prefect-torch unpin first"
-        )
 
 
 def _agrees(what: str, *, yes: bool) -> bool:

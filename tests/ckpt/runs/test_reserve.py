@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, record_resum
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
-from prefect_torch.ckpt.runs.reserve import give_up_space, keep_space
+from prefect_torch.ckpt.runs.deletion.reserve import give_up_space, keep_space
 from prefect_torch.ckpt.storage.local_files import reserve
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, folder

@@ -5,8 +5,8 @@ import os
 import pytest
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.deployments.command_line.upkeep.copying import copy_planned, plan_copy
 from stored_runs import store_run
 from wrapped_storage import WrappedStorage
 

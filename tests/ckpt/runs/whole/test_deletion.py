@@ -2,7 +2,7 @@
 
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.deployments.command_line.upkeep.delete_command import _delete_run
+from prefect_torch.ckpt.runs.whole.deletion import delete_run
 from ranks import Attempt, folder
 
 
@@ -20,7 +20,7 @@ class RecordedDeletions(MemoryStorage):
 def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
     store = CheckpointStore.open(tmp_path / "store", "run")
     Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
-    _delete_run(store)
+    delete_run(store)
     assert list((tmp_path / "store").iterdir()) == []
 
 
@@ -28,7 +28,7 @@ def test_what_lists_a_run_goes_last(tmp_path):
     storage = RecordedDeletions()
     store = CheckpointStore.open(storage, "run")
     Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
-    _delete_run(store)
+    delete_run(store)
     assert list(storage.list("")) == []
     claim, run_info = storage.deleted[-2:]
     assert (claim.startswith(store.layout.attempts), run_info) == (True, store.layout.run_info)

@@ -1,7 +1,8 @@
 """A copy of a run between storages: verified, manifests last, continued where it was interrupted.
 
 A checkpoint exists by its manifest, so a killed copy leaves whole checkpoints and data without a manifest. The claims of
-attempts are copied before the manifests: a training that starts in between numbers its own attempts after them.
+attempts are copied before the manifests: a training that starts in between numbers its own attempts after them. No process may
+change the run meanwhile, which the caller makes sure of.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, Manifest, Storage
-from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.errors import CheckpointCorruptError
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
-from prefect_torch.ckpt.storage.protocol import ObjectInfo
+from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.sizes import find_size
 
 
@@ -41,40 +43,33 @@ class CopyPlan:
         return sum(entry.bytes for _, entry in self.files) + sum(info.bytes for info in self.aside)
 
 
-def plan_copy(store: CheckpointStore, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
-    """Return the plan of a copy of `manifests` and, with `whole`, of everything else in the run except garbage."""
-    layout = store.layout
+def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
+    """Return the plan of a copy of `manifests` and, with `whole`, of everything else in the run except garbage.
+
+    Of a sweep, these are its own records: its definition and its journal. Its trials are other runs.
+    """
+    layout = run.layout
     chosen = sorted(manifests, key=lambda it: it.id)
     files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
-    prefixes, aside = [layout.attempts, layout.outcomes], []
-    if whole:
-        aside = [info for it in quarantined_ids(store) for info in store.storage.list(layout.data(it))]
-        prefixes += [layout.metrics, layout.pins, layout.quarantined, layout.all_logs, layout.all_evaluation_logs]
-        prefixes += [layout.codes(), layout.all_evaluation_codes]
-    records = [key for prefix in prefixes for key in store.keys(prefix)]
-    attached = [key for it in chosen for key in store.keys(layout.evaluations(it.id))]
+    aside = [info for it in quarantined_ids(run) for info in run.storage.list(layout.data(it))] if whole else []
+    of_sweep = [layout.sweep, layout.last_pin] if whole else []
+    records = [key for prefix in (layout.copied if whole else layout.copied_with_checkpoints) for key in run.keys(prefix)]
+    attached = [key for it in chosen for key in run.keys(layout.evaluations(it.id))]
     metadata = [layout.metadata(it.id) for it in chosen]
-    records = [layout.run_info, *records, *attached, *metadata]
+    records = [layout.run_info, *of_sweep, *records, *attached, *metadata]
     return CopyPlan(files, aside, records, [layout.manifest(it.id) for it in chosen])
 
 
-def plan_sweep(sweep: CheckpointStore) -> CopyPlan:
-    """Return the plan of a copy of a sweep's own records: its definition and its journal; its trials are other runs."""
-    layout = sweep.layout
-    records = [key for prefix in (layout.attempts, layout.outcomes, layout.journal) for key in sweep.keys(prefix)]
-    return CopyPlan((), (), [layout.run_info, layout.sweep, *records], ())
-
-
-def check_same_run(source: CheckpointStore, target: Storage) -> None:
+def check_same_run(source: Run, target: Storage) -> None:
     """Raise if the target has another run of that name; one that an interrupted copy has left is the same.
 
     Raises:
         FileExistsError: If the target has another run.
 
     """
-    there = CheckpointStore.open(target, source.run)
+    there = Run.open(target, source.name)
     known = there.get_json(there.layout.run_info)
-    has_any = next(there.storage.list(f"{source.run}/"), None) is not None
+    has_any = next(there.storage.list(f"{source.name}/"), None) is not None
     if has_any and (known is None or known != source.get_json(source.layout.run_info)):
         raise FileExistsError(f"{there.path} is another run: give another storage, or delete it first")
 
@@ -162,5 +157,5 @@ def _as_file(key: str, source: Storage) -> Iterator[Path]:
 def _copy_small(key: str, source: Storage, target: Storage) -> None:
     try:
         target.put_bytes(key, source.get_bytes(key))
-    except FileNotFoundError:  # there is no metadata, or a pin was removed meanwhile
+    except FileNotFoundError:  # there is no metadata, it is no sweep, or a pin was removed meanwhile
         return
