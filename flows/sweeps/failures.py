@@ -1,5 +1,6 @@
 """When the failures of trials end their sweep."""
 
+import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class Failures:
     has_completed: bool
 
     def raise_if_too_many(self, most: int | None) -> None:
-        """Raise if more than `most` have failed, or at least three because they lack the metric while none has completed.
+        """Raise if more than `most` have failed, or at least three because they lack the metric, which no other trial has.
 
         Raises:
             SweepFailedError: With the first error.
@@ -43,7 +44,7 @@ class Failures:
         if not self.has_completed and len(self.failed) >= _MOST_WITHOUT_METRIC:
             reasons = [self.trials[number].reason or "" for number in sorted(self.failed)]
             without = [reason for reason in reasons if reason.startswith(NO_METRIC)]
-            if len(without) >= _MOST_WITHOUT_METRIC:
+            if len(without) >= _MOST_WITHOUT_METRIC and not self._is_metric_known():
                 raise SweepFailedError(f"{len(without)} trials of sweep {self.sweep!r} ended so: {without[0]}{_AFRESH}")
         if most is not None and len(self.failed) > most:
             first = self.trials[min(self.failed)]
@@ -51,6 +52,11 @@ class Failures:
                 f"{show_count(len(self.failed), 'trial')} of sweep {self.sweep!r} failed, and max_failed_trials={most}; "
                 f"the first, trial {first.number}: {first.reason}{_remedy(first.reason)}"
             )
+
+    def _is_metric_known(self) -> bool:
+        """Return whether a report that led to a decision has the metric, and the time, so that their names are right."""
+        reports = (report for trial in self.trials.values() for report in trial.reports)
+        return any(not math.isnan(report.value) and not math.isnan(report.time) for report in reports)
 
     def raise_if_all(self) -> None:
         """Raise if all trials have failed.

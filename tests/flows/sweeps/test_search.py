@@ -473,6 +473,24 @@ def test_with_a_scheduler_too_a_metric_that_never_appears_ends_the_search(schedu
     assert simulation.total == 3 * 3
 
 
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_trials_without_the_metric_end_no_search_in_which_a_report_has_it(state):
+    config, entries = configured(scheduler="asha", max_t=9, max_failed_trials=3), []
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+    for number, loss in enumerate((0.3, 0.2, 0.1) if state == "running" else (0.3,)):  # the best of three goes on
+        search.next_trial()
+        search.decide(number, DecisionRequest(0, 1, 1, {"loss": loss}, f"id-{number}"))
+    assert state in {trial.state for trial in search.trials.values()}
+    for _ in range(3):
+        search.end(search.next_trial().number, TrialEnd("completed"))
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    for one in (search, Search(config, parse_space(SPACE), 0, RecordedTrials(events, [].append), "sweep")):
+        assert one.next_trial() is not None
+    search.end(search.next_trial().number, TrialEnd("completed"))
+    with pytest.raises(SweepFailedError, match="4 trials of sweep 'sweep' failed, and max_failed_trials=3"):
+        search.raise_if_failed()
+
+
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "median"])
 def test_a_time_that_never_appears_ends_the_search_instead_of_its_scheduler(scheduler):
     search = Search(
