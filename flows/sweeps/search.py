@@ -363,4 +363,7 @@ class Search:
 
 
 def _is_same(known: RungReport, report: RungReport) -> bool:
-    return (known.time, known.checkpoint) == (report.time, report.checkpoint)
+    """Return whether two reports are one: by its checkpoint, or else by its number, which a kill may leave uncertain."""
+    if (known.time, known.checkpoint) != (report.time, report.checkpoint):
+        return False
+    return known.checkpoint is not None or known.num_reports == report.num_reports

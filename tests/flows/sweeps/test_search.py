@@ -603,6 +603,18 @@ def test_a_sampler_sees_no_infinitely_good_value(loss, state):
     assert [it.state.name for it in search._study._study.trials] == [state]
 
 
+def test_another_report_of_a_step_without_a_checkpoint_is_decided_on_and_a_repeated_question_is_not():
+    entries = []
+    config = configured(scheduler="median", stop={"acc": 0.9})
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+    number = search.next_trial().number
+    first = DecisionRequest(0, 5, 1, {"loss": 0.5}, None)
+    second = DecisionRequest(1, 5, 2, {"loss": 0.5, "acc": 0.95}, None)
+    verdicts = [search.decide(number, request).goes_on for request in (first, first, second, second)]
+    assert verdicts == [True, True, False, False]
+    assert [entry["num_reports"] for entry in entries if entry["kind"] == "TrialReported"] == [1, 2]
+
+
 def test_the_lower_of_two_limits_for_the_same_time_counts():
     for stop in ({"step": 5}, {"step": 50}):
         search = Search(configured(max_t=9, stop=stop), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
