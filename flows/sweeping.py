@@ -163,6 +163,7 @@ def sweep(
                 RecordedTrials(begun.events, begun.journal.append, told.observe),
                 led.name,
                 partial(pin_source, storage),
+                keeps_left_runs=training.checkpoint.num_to_keep is None,
             )
             before = dict(searched.trials)
             remove_lost_pin(led, before.values())

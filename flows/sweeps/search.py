@@ -50,6 +50,7 @@ class Search:
         pin: Pins a checkpoint of a trial for the run of the given name, and returns its id and the number of reports up to it,
             as far as the storage has them; None if there is none.
         clock: Returns the time in seconds.
+        keeps_left_runs: Whether runs that a trial has left for another one's checkpoint keep theirs, unless `keep_best_trials`.
 
     Attributes:
         metrics: The names of the metrics that are optimized.
@@ -68,6 +69,8 @@ class Search:
         sweep: str,
         pin: Callable[[TrialRecord, str], tuple[str, int] | None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        keeps_left_runs: bool = True,
     ) -> None:
         self._search = search
         self.metrics = search.metrics
@@ -76,6 +79,7 @@ class Search:
         self._sweep = sweep
         self._pin = pin
         self._clock = clock
+        self._keeps_left_runs = keeps_left_runs
         self._started_s = clock()
         self._recorded_s = recorded.used_s
         points = grid_points(search, space)
@@ -344,10 +348,10 @@ class Search:
 
         """
         keep = self._search.keep_best_trials
-        if keep is None:
+        if keep is None and self._keeps_left_runs:
             return ()
         with self.recorded.lock:
-            lost = self._scheduler.lost(self.trials)
+            lost = frozenset() if keep is None else self._scheduler.lost(self.trials)
             if is_over and not self.is_over_budget:
                 lost = frozenset(self.recorded.in_state("paused"))
             excess = find_excess(self.trials, lost, keep, self.metrics, self._search.modes)

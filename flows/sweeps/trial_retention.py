@@ -24,8 +24,10 @@ class Excess:
     runs: tuple[tuple[int, str], ...] = ()
 
 
-def find_excess(history: History, lost: AbstractSet[int], keep: int, metrics: Sequence[str], modes: Sequence[str]) -> Excess:
-    """Return the checkpoints to delete so that only the best trials keep theirs.
+def find_excess(
+    history: History, lost: AbstractSet[int], keep: int | None, metrics: Sequence[str], modes: Sequence[str]
+) -> Excess:
+    """Return the checkpoints to delete so that only the best trials keep theirs, and those only in their present runs.
 
     Trials that may continue keep their checkpoints, and so do failed ones, which `restart_errored` restarts. A run that another
     trial begins from stays until that trial has reported, and so does that trial's own run before. Only trials that cannot
@@ -34,21 +36,21 @@ def find_excess(history: History, lost: AbstractSet[int], keep: int, metrics: Se
     Args:
         history: The trials.
         lost: The paused trials that are never resumed.
-        keep: How many trials keep their checkpoints. Of several metrics, all trials that no other one beats keep theirs.
+        keep: How many trials keep their checkpoints, None for all; of several metrics, also all that no other trial beats.
         metrics: The metrics by which trials are compared.
         modes: The mode of each metric, "min" or "max".
 
     """
     over = [trial for trial in history.values() if trial.source is None and (trial.state in _ENDED or trial.number in lost)]
     fronts = _fronts(over, metrics, modes) if len(metrics) > 1 else {}
-    keep = max(keep, sum(front == 0 for front in fronts.values()))
+    most = len(over) if keep is None else max(keep, sum(front == 0 for front in fronts.values()))
     over.sort(key=lambda trial: (fronts.get(trial.number, 0), *_key(trial, metrics[0], modes[0])))
     needed = {trial.source.run for trial in history.values() if trial.source is not None}
     needed |= {trial.former.run for trial in history.values() if trial.former is not None}
-    excess = [(trial.number, trial.run) for trial in over[keep:]]
+    excess = [(trial.number, trial.run) for trial in over[most:]]
     left = [(trial.number, run) for trial in history.values() for run in trial.earlier_runs]
     return Excess(
-        tuple(trial.number for trial in over[keep:] if trial.state == "paused"),
+        tuple(trial.number for trial in over[most:] if trial.state == "paused"),
         tuple(it for it in (*excess, *left) if it[1] not in needed and it[1] not in history[it[0]].deleted_runs),
     )
 

@@ -26,6 +26,7 @@ class Simulation:
         epochs: After how many steps a trial is over.
         most_steps: The total number of steps of all trials; None for no limit.
         seed: The seed of all choices.
+        keeps_left_runs: Whether runs that a trial has left for another one's checkpoint keep theirs.
 
     """
 
@@ -35,6 +36,7 @@ class Simulation:
     epochs: int
     most_steps: int | None = None
     seed: int = 0
+    keeps_left_runs: bool = True
     entries: list[dict[str, Any]] = field(default_factory=list)
     states: dict[tuple[str, int], Any] = field(default_factory=dict)  # checkpoints: by run and step
     steps: dict[str, int] = field(default_factory=dict)  # the newest checkpoint of each run
@@ -47,7 +49,13 @@ class Simulation:
         """Run until the search has no more, or is killed after so many steps; started again it goes on."""
         events = [event for entry in self.entries if (event := decode_event(entry, "test")) is not None]
         search = Search(
-            self.config, parse_space(self.space), self.seed, RecordedTrials(events, self.entries.append), "sweep", self._pin
+            self.config,
+            parse_space(self.space),
+            self.seed,
+            RecordedTrials(events, self.entries.append),
+            "sweep",
+            self._pin,
+            keeps_left_runs=self.keeps_left_runs,
         )
         running = [trial.number for trial in search.running()]
         while stop_after is None or self.total < stop_after:

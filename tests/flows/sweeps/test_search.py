@@ -263,6 +263,23 @@ def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
     assert simulation.best(search) < fixed.best(fixed.lead())
 
 
+@pytest.mark.parametrize("kills", [False, True])
+def test_runs_that_a_population_has_left_keep_no_checkpoints_where_each_trial_keeps_few(kills):
+    config = configured(scheduler="pbt", perturbation_interval=2, num_trials=8, max_t=12)
+    space = {"rate": loguniform(0.001, 1)}
+    expected = Simulation(config, space, follow_schedule, epochs=100)
+    trials = expected.lead().trials.values()
+    left = {run for trial in trials for run in trial.earlier_runs}
+    assert left <= {run for run, _ in expected.states}
+    simulation = Simulation(config, space, follow_schedule, epochs=100, keeps_left_runs=False)
+    for stop_after in range(5, expected.total, 20) if kills else ():
+        simulation.lead(stop_after)
+    search = simulation.lead()
+    assert {run for run, _ in simulation.states} == {trial.run for trial in search.trials.values()}
+    assert len(simulation.deleted) == len(left)
+    assert kills or [trial.metrics for trial in search.trials.values()] == [trial.metrics for trial in trials]
+
+
 class Killed(BaseException):
     pass
 

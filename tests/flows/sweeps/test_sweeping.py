@@ -31,6 +31,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import (
+    CheckpointConfig,
     FailureConfig,
     JournalDamagedError,
     Result,
@@ -330,13 +331,15 @@ def test_a_takeover_that_leaves_nothing_to_train_changes_no_result_and_leaves_no
         with pytest.raises(OSError, match="no answer"):
             sweep("sweep_trainings:climb", space, config, chosen, run=run)
         monkeypatch.undo()
-    result = sweep("sweep_trainings:climb", space, config, chosen, run=run)
+    result = sweep("sweep_trainings:climb", space, config, chosen, run=run, checkpoint=CheckpointConfig(num_to_keep=1))
     ends = [(trial.state, trial.config["lr"], trial.checkpoint.step) for trial in result]
     assert ends == [("completed", 0.4, 3), ("completed", 0.9, 3)]
     assert [trial.metrics["loss"] for trial in result] == pytest.approx([0.1 + 1 / 4, 0.6 + 1 / 4])
     assert [trial.reason for trial in result] == [None, "no report has 'loss' since it went on from trial 0, which is undone"]
     assert SweepResult.from_storage(run.storage, run.name) == result
     assert CheckpointStore.open(run.storage, result[0].run).pinned() == set()
+    runs = {manifest.parents[1] for manifest in Path(run.storage).glob("digits/trial-*/manifests/*.json")}
+    assert {path.name for path in runs} == {trial.run.partition("/")[2] for trial in result}
 
 
 def test_runs_that_the_journal_does_not_know_tell_that_its_last_entries_are_lost(tmp_path):
