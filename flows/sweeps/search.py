@@ -150,10 +150,15 @@ class Search:
 
         """
         trial, stop, time_attr = self.trials[number], limits_of(self._search), self._search.time_attr
-        if trial.milestone is None and not stop:
+        milestone = self._milestone_of(trial)
+        if milestone is None and not stop:
             return None
         before = trial.reports_before + count_reports() if _ITERATION in (time_attr, *stop) else 0
-        return DecisionPoints(time_attr, trial.milestone, self._scheduler.asks_always, stop, before)
+        return DecisionPoints(time_attr, milestone, self._scheduler.asks_always, stop, before)
+
+    def _milestone_of(self, trial: TrialRecord) -> float | None:
+        """Return the time from which a running trial needs a decision; it may have started with another scheduler, or none."""
+        return self._scheduler.first_milestone(trial.number) if trial.milestone is None else trial.milestone
 
     def first_decision(self, number: int) -> float | None:
         """Return the time from which a trial's first checkpoint needs a decision; None if checkpoints need none."""
@@ -173,7 +178,7 @@ class Search:
             at = at if at is not None and math.isfinite(at) else math.nan
             report = RungReport(at, value, request.checkpoint, request.num_reports)
             if trial.reports and _is_same(trial.reports[-1], report):  # asked again after a restart of this process
-                return Verdict(trial.state == "running", trial.milestone)
+                return Verdict(trial.state == "running", self._milestone_of(trial))
             if score is None or len(self.metrics) > 1:  # of several, no scheduler decides, and Optuna takes no reports
                 return self._decide_by_limit(trial, request)
             decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
@@ -202,7 +207,7 @@ class Search:
         """Return that a trial continues, unless it has reached a limit: then it ends, and has failed if it lacks a metric."""
         limit = reached_limit(self._search, request)
         if limit is None:
-            return Verdict(True, trial.milestone)
+            return Verdict(True, self._milestone_of(trial))
         end = TrialEnd("completed", limit, request.newest)
         if all(math.isnan(report.value) for report in trial.reports):
             end = judge(end, self.metrics)

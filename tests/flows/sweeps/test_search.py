@@ -632,6 +632,28 @@ def test_another_report_of_a_step_without_a_checkpoint_is_decided_on_and_a_repea
     assert [entry["num_reports"] for entry in entries if entry["kind"] == "TrialReported"] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("changes", "milestone"),
+    [
+        ({"scheduler": "asha", "grace_period": 2}, 2),
+        ({"scheduler": "median", "grace_period": 3}, 3),
+        ({"scheduler": "pbt", "perturbation_interval": 4}, 4),
+        ({"scheduler": "pruner", "pruner": "optuna.pruners:MedianPruner"}, 0),
+    ],
+)
+def test_a_scheduler_that_a_later_start_gives_decides_on_the_trials_that_run(changes, milestone):
+    entries = []
+    search = Search(configured(max_t=9), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+    number = search.next_trial().number
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    search = Search(configured(max_t=9, **changes), parse_space(SPACE), 0, RecordedTrials(events, entries.append), "sweep")
+    assert search.points(number, lambda: 0).milestone == milestone
+    without_metric = DecisionRequest(0, milestone, 1, {"other": 1.0}, "an-id")
+    assert search.decide(number, without_metric) == Verdict(goes_on=True, milestone=milestone)
+    search.decide(number, DecisionRequest(1, milestone, 2, {"loss": 1.0}, "another-id"))
+    assert [report.time for report in search.trials[number].reports] == [milestone]
+
+
 def test_the_lower_of_two_limits_for_the_same_time_counts():
     for stop in ({"step": 5}, {"step": 50}):
         search = Search(configured(max_t=9, stop=stop), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
