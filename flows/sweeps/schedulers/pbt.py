@@ -142,10 +142,14 @@ def _perturbed(node: Node, value: Any, random: Random, resample: float) -> Any:
 
 
 def _scaled(node: Real | Integer, value: Any, factor: float) -> Any:
+    """Return `value * factor` within the bounds; of a domain with steps, the next step to it, and another one than before."""
     scaled = min(node.high, max(node.low, value * factor))
-    if isinstance(node, Integer):
-        return int(node.low + round((scaled - node.low) / node.step) * node.step)
-    return scaled if node.step is None else _on_step(scaled, node.low, node.high, node.step)
+    if node.step is None:
+        return scaled
+    before, after = (round((it - node.low) / node.step) for it in (value, scaled))
+    if after == before:  # a fifth of a small value is less than half a step
+        after += 1 if (factor > 1) == (value >= 0) else -1
+    return min(node.high, max(node.low, node.low + after * node.step))
 
 
 def _on_step(value: float, low: float, high: float, step: float) -> float:

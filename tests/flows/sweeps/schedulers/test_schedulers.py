@@ -278,6 +278,28 @@ def test_what_a_population_perturbs_stays_in_the_space_where_binary_does_not_hol
         space.parameters("", pbt.space_perturbed({"opt": {"momentum": 0.7}}, Random(seed)))
 
 
+@pytest.mark.parametrize(
+    ("domain", "value", "expected"),
+    [
+        (randint(16, 257, 16), 32, {16, 48}),
+        (randint(16, 257, 16), 16, {16, 32}),
+        (uniform(0, 0.5, 0.1), 0.2, {0.1, 0.3}),
+        (uniform(-0.5, 0, 0.1), -0.2, {-0.3, -0.1}),
+        (uniform(0, 0.5, 0.1), 0.0, {0.0, 0.1}),
+        (randint(1, 5), 1, {1, 2}),
+        (randint(1, 5), 2, {1, 3}),
+        (randint(1, 5), 4, {3, 4}),
+        (randint(1, 10001, log=True), 3, {2, 4}),
+        (randint(1, 101), 50, {40, 60}),
+    ],
+    ids=str,
+)
+def test_a_population_perturbs_a_small_value_by_a_step_at_least(domain, value, expected):
+    pbt = PopulationBased(parse_space({"a": domain}), 1, 4, 0, resample_probability=0)
+    found = {pbt.space_perturbed({"a": value}, Random(seed))["a"] for seed in range(40)}
+    assert sorted(found) == pytest.approx(sorted(expected))
+
+
 def test_a_population_perturbs_a_space_with_constants_that_are_not_a_number():
     space = parse_space({"opt": choice([{"clip": [math.nan], "rate": uniform(0, 1)}, math.nan]), "seed": math.nan})
     for seed in range(20):
