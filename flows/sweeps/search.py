@@ -27,7 +27,7 @@ from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, grid_points
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
-from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion, is_score
+from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
 from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
@@ -237,14 +237,14 @@ class Search:
         """Add a trial that has paused or ended to the study."""
         if trial.is_cloned:  # its values are not those of the config that was suggested
             return
-        known = (it for it in trial.reports if is_score(it.value) and not math.isnan(it.time))
+        known = (it for it in trial.reports if _is_told(it.value) and not math.isnan(it.time))
         on_the_way = tuple({int(it.time): it.value * self._sign for it in known}.items())
         if state in ("paused", "stopped"):
             self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))
             return
         values = [as_float(math.nan if (it := find_score(metrics, metric)) is None else it) for metric in self._search.metrics]
         signs = [1 if mode == "min" else -1 for mode in self._search.modes]
-        numbers = tuple(value for value, sign in zip(values, signs, strict=True) if is_score(value * sign))
+        numbers = tuple(value for value, sign in zip(values, signs, strict=True) if _is_told(value * sign))
         is_complete = state == "completed" and len(numbers) == len(values)
         observed = Observation("complete", numbers, on_the_way) if is_complete else Observation("failed")
         self._study.observe(trial.study_number, observed)
@@ -369,6 +369,11 @@ class Search:
     def record_deleted(self, number: int, run: str) -> None:
         """Record that the checkpoints of a run of trial `number` have been deleted."""
         self.recorded.record(CheckpointsDeleted(number, run))
+
+
+def _is_told(value: float) -> bool:
+    """Return whether Optuna's study gets a value, where lower is better; minus infinity would be the best of all."""
+    return value > -math.inf
 
 
 def _is_same(known: RungReport, report: RungReport) -> bool:

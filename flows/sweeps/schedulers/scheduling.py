@@ -116,8 +116,8 @@ class RunToTheEnd(ResumesAll):
 
 
 def is_score(value: float) -> bool:
-    """Return whether trials can be compared by a value, where lower is better: not by NaN, nor by minus infinity."""
-    return value > -math.inf
+    """Return whether trials can be compared by a value: not by NaN, nor by an infinite one."""
+    return math.isfinite(value)
 
 
 def sort_key(value: float) -> tuple[bool, float]:

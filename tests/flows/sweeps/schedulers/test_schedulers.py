@@ -230,6 +230,16 @@ def test_an_infinitely_good_value_is_no_score():
     assert taken.clone.source == 1
 
 
+def test_halving_resumes_no_trial_whose_value_is_infinite():
+    values = (math.inf, math.nan, math.inf, -math.inf)
+    history = {
+        number: TrialRecord(number, f"run-{number}", {}, number, state="paused", reports=(RungReport(1, value, "an-id"),))
+        for number, value in enumerate(values)
+    }
+    assert Asha(1, 3, 9, 4).promote(history) is None
+    assert Asha(1, 3, 9, 4).lost(history) == {0, 1, 2, 3}
+
+
 def test_a_pruner_sees_no_report_of_an_earlier_start_without_a_time():
     seen = []
 
