@@ -12,7 +12,7 @@ from prefect_torch.ckpt.state.objects.tensors import local_part
 from prefect_torch.ckpt.state.plan import Step, path_name
 
 from .read import Block, StateReader, stored_value, value_block
-from .targets import FilledMemory, why_unwritable
+from .targets import FilledMemory, fill_tensor, why_unwritable
 from .tensor_blocks import tensor_blocks
 
 Path: TypeAlias = tuple[Step, ...]
@@ -254,22 +254,33 @@ class LoadPlan:
         return self._read_tensor(name, like)
 
     def _read_tensor(self, name: str, like: torch.Tensor | None) -> Get:
-        if name in self._index.values:
-            return self.value(name)
-        entry = self._index.tensors[name]
-        dtype = getattr(torch, entry.dtype)
-        if like is None or tuple(like.shape) != entry.shape:
-            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
+        entry = self.entry_of(name)
+        if isinstance(entry, ValueEntry):
+            return self.value(name) if like is None or entry.tensor is None else self._read_small(name, like, *entry.tensor)
+        tensor, get = self._memory_like(like, entry.dtype, entry.shape)
+        self.fill(tensor, entry)
+        return get
+
+    def _read_small(self, name: str, like: torch.Tensor, dtype: str, shape: Sequence[int]) -> Get:
+        """Plan to read a tensor that is stored as a value."""
+        value = self.value(name)
+        tensor, get = self._memory_like(like, dtype, shape)
+        self.devices.add(tensor.device)
+        self.finish.append(lambda: fill_tensor(tensor, value(), name))
+        return get
+
+    def _memory_like(self, like: torch.Tensor | None, dtype_name: str, shape: Sequence[int]) -> tuple[torch.Tensor, Get]:
+        """Return the tensor to read into, which is `like` if it can be, and a function that returns the restored tensor."""
+        dtype = getattr(torch, dtype_name)
+        if like is None or tuple(like.shape) != tuple(shape):
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
         elif why_unwritable(like) is not None:
-            tensor = torch.empty(entry.shape, dtype=dtype, device="cpu" if like.is_meta else like.device)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu" if like.is_meta else like.device)
         elif like.dtype != dtype:
             tensor = torch.empty_like(like, dtype=dtype)
         else:
-            own, get = self.memory.own(like)
-            self.fill(own, entry)
-            return get
-        self.fill(tensor, entry)
-        return lambda: tensor
+            return self.memory.own(like)
+        return tensor, lambda: tensor
 
 
 def _names_of_ranks(node: Node) -> list[str]:

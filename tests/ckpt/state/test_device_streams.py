@@ -422,6 +422,32 @@ def test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them
             assert state["exp_avg"].device == gpu.DEVICE
 
 
+class Average:
+    """An object that keeps the tensors that it is given, small and large."""
+
+    def __init__(self, value):
+        self.shadow = {str(size): torch.full((size,), value, device=gpu.DEVICE) for size in (3, 100_000)}
+
+    def state_dict(self):
+        return dict(self.shadow)
+
+    def load_state_dict(self, state):
+        self.shadow = dict(state)
+
+
+@on_simulated_gpu
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_tensors_of_an_object_are_loaded_into_those_that_it_has_on_the_gpu(world_size, tmp_path):
+    store = CheckpointStore.open(tmp_path, "run")
+    checkpoint = stored(store, lambda _: {"ema": Average(2.0)}, world_size)
+    for average in (Average(0.0), Average(0)):  # of another dtype, too
+        before = dict(average.shadow)
+        checkpoint.load_state({"ema": average}, rank=0, world_size=world_size)
+        for name, tensor in average.shadow.items():
+            assert (tensor.device, tensor.dtype, tensor[0].item()) == (gpu.DEVICE, torch.float32, 2.0)
+            assert before[name][0].item() == (2.0 if before[name].dtype == torch.float32 else 0)
+
+
 MUTANTS = {
     "staging does not wait": (
         test_a_report_stores_the_values_of_its_call,

@@ -589,6 +589,16 @@ def views():
     }
 
 
+@pytest.mark.parametrize("size", [3, 300])
+def test_the_tensor_of_an_object_is_read_into_the_one_that_it_has(store, size):
+    checkpoint = stored(store, {"it": Holder(torch.full((size, size), 2.0))})
+    tensor = torch.zeros(size, size)
+    holder = Holder(tensor)
+    checkpoint.load_state({"it": holder})
+    assert torch.equal(tensor, torch.full((size, size), 2.0))
+    assert holder.tensor.data_ptr() == tensor.data_ptr()
+
+
 @pytest.mark.parametrize("kind", views())
 def test_an_object_whose_tensor_cannot_be_read_into_gets_a_new_one(store, kind):
     view, _ = views()[kind]
