@@ -149,3 +149,6 @@ def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeyp
     again = run.model_copy(update={"name": "again"})
     with pytest.raises(Exception, match="CUDA out of memory"):
         train("gpu_trainings:run_out_of_memory", {}, ONE, again, failure=FailureConfig(max_infrastructure_failures=1))
+    broken = run.model_copy(update={"name": "broken"})
+    with pytest.raises(Exception, match="CUDA out of memory"):
+        train("gpu_trainings:run_out_of_memory", {"breaks": str(tmp_path / "free")}, ONE, broken)

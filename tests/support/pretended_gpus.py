@@ -1,7 +1,8 @@
 """GPUs that torch believes in, for real processes on any machine: torch loads this module by its entry point `torch.backends`.
 
 A process has as many as the variable PRETENDED_GPUS says, of those that FAKEGPU_VISIBLE_DEVICES names. They are told apart and
-have memory, which the file PRETENDED_MEMORY may say is free. `hold_tensors` lets them hold tensors, whose data the CPU has.
+have memory, of which the file PRETENDED_MEMORY may say how many GiB are free, or the error that asking for it raises.
+`hold_tensors` lets them hold tensors, whose data the CPU has.
 """
 
 import os
@@ -90,7 +91,10 @@ class Module:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         told = os.environ.get("PRETENDED_MEMORY")
-        return (TOTAL_BYTES if told is None else int(Path(told).read_text()) << 30), TOTAL_BYTES
+        free = "80" if told is None else Path(told).read_text()
+        if not free.isdigit():
+            raise RuntimeError(f"CUDA error: {free}")
+        return int(free) << 30, TOTAL_BYTES
 
     def memory_reserved(self) -> int:
         return 0

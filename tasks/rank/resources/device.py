@@ -81,18 +81,29 @@ def wait_for_kernels(local_rank: int) -> None:
 
 
 def is_memory_held_by_others() -> bool:
-    """Return whether other processes hold memory of this rank's GPU, such as killed ones that the driver still cleans up."""
+    """Return whether other processes hold memory of this rank's GPU, such as killed ones that the driver still cleans up.
+
+    False, with a line in the rank's log, if that cannot be told.
+    """
     import torch  # noqa: PLC0415 - imported by now
 
-    kind = gpu_type()
-    if kind is None:
+    try:
+        kind = gpu_type()
+        if kind is None:
+            return False
+        module: Any = torch.get_device_module(kind)
+        if _shares_memory(module, module.current_device()):
+            return False
+        free, total = module.mem_get_info()
+        return bool(total - free - module.memory_reserved() > _BESIDES_TENSORS_BYTES)
+    except Exception as exc:  # noqa: BLE001 - torch's, or the driver's; the error that this is about must not be lost
+        _log(f"whether other processes hold memory of the GPU cannot be told: {exc}")
         return False
-    module: Any = torch.get_device_module(kind)
-    free, total = module.mem_get_info()
-    return bool(total - free - module.memory_reserved() > _BESIDES_TENSORS_BYTES)
 
 
 def _wait_for_memory(module: Any, device: "torch.device") -> None:
+    if _shares_memory(module, device.index):
+        return
     started_s = rose_s = time.monotonic()
     most_free = 0
     while True:
@@ -105,8 +116,23 @@ def _wait_for_memory(module: Any, device: "torch.device") -> None:
         if now_s >= min(rose_s + _STEADY_S, started_s + _LONGEST_WAIT_S):
             break
         time.sleep(_POLL_S)
-    holders = module.list_gpu_processes(device) if hasattr(module, "list_gpu_processes") else ""
-    _log(f"{device} has {show_bytes(free)} of {show_bytes(total)} free; other processes hold the rest. {holders}")
+    free_of_all = f"{show_bytes(free)} of {show_bytes(total)} free"
+    _log(f"{device} has {free_of_all}; other processes hold the rest. {_holders(module, device)}")
+
+
+def _shares_memory(module: Any, index: int) -> bool:
+    """Return whether the GPU's memory is the machine's, most of which any process may hold."""
+    properties = module.get_device_properties(index)
+    return any(bool(getattr(properties, name, False)) for name in ("is_integrated", "is_integrated_gpu"))  # CUDA's, Intel's
+
+
+def _holders(module: Any, device: "torch.device") -> str:
+    if not hasattr(module, "list_gpu_processes"):
+        return ""
+    try:
+        return str(module.list_gpu_processes(device))
+    except Exception as exc:  # noqa: BLE001 - NVML's own, and torch's where NVML does not tell all (WSL, vGPU, MIG)
+        return f"Which ones cannot be told ({type(exc).__name__}: {exc})."
 
 
 def _stay_near(devices: list[Any], own: int) -> None:
