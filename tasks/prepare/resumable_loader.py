@@ -143,8 +143,9 @@ class OwnPositionDataLoader(PreparedDataLoader):
         return epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loader, marked as that of this rank."""
-        return {"epoch": self.epoch, "loader": RankLocal(self._own_state())}
+        """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
+        restored = vars(self)["_restored"]  # torchdata would read up to the position for its state, and count twice
+        return {"epoch": self.epoch, "loader": RankLocal(self._own_state() if restored is None else restored)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration start where the state of the loader was taken."""

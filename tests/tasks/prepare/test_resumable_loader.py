@@ -332,7 +332,8 @@ class Drawing(IterableDataset):
         return (float(torch.rand(())) + random.random() + np.random.random() for _ in range(8))  # noqa: NPY002 - the process's
 
 
-def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as_they_were_restored():
+@pytest.mark.parametrize("reported_before", [False, True])
+def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as_they_were_restored(reported_before):
     def prepared():
         return prepare_data_loader(stateful(Drawing(), batch_size=2), add_distributed_sampler=False, resumable=True)
 
@@ -347,6 +348,8 @@ def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as
     random.setstate(kept[1])
     np.random.set_state(kept[2])  # noqa: NPY002 - the process's
     resumed.load_state_dict(state)
+    if reported_before:
+        resumed.state_dict()
     assert [batch.tolist() for batch in resumed] == rest
 
 
@@ -358,12 +361,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 class Unpositioned(IterableDataset):
     def __iter__(self):
         return iter(range(16))
-used, state = [], None
-for _ in range(3):
+def restored():
     loader = StatefulDataLoader(Unpositioned(), batch_size=2, num_workers=int(sys.argv[1]))
     loader = prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
     if state is not None:
         loader.load_state_dict(state)
+    return loader
+used, state = [], None
+for _ in range(3):
+    if sys.argv[2] == "report before the first batch":  # as at an eviction right after the start
+        state = restored().state_dict()
+    loader = restored()
     batches = iter(loader)
     used += [*next(batches).tolist(), *next(batches).tolist()]
     state = loader.state_dict()
@@ -371,10 +379,11 @@ assert used == list(range(12)), used
 """
 
 
+@pytest.mark.parametrize("killed", ["later", "report before the first batch"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_without_a_position_continues_where_it_was_after_each_restart(num_workers):
+def test_a_stream_without_a_position_continues_where_it_was_after_each_restart(num_workers, killed):
     """In a process of its own, as above."""
-    ran = run_program([sys.executable, "-c", WITHOUT_POSITION, str(num_workers)], capture_output=True, text=True)
+    ran = run_program([sys.executable, "-c", WITHOUT_POSITION, str(num_workers), killed], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 
