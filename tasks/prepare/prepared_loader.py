@@ -58,10 +58,13 @@ class PreparedDataLoader(DataLoader[Any]):
 
         A DistributedSampler counts on from there. Others keep that epoch until another one is set.
         """
+        self._set_epoch_of_parts(epoch)
+        vars(self).update(_begun_epoch=None, _iterations=epoch)
+
+    def _set_epoch_of_parts(self, epoch: int) -> None:
         for part in (*samplers(self), self.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        vars(self).update(_begun_epoch=None, _iterations=epoch)
 
     def _wrapped(self) -> "DataLoader[Any]":
         loader: DataLoader[Any] = vars(self)["_loader"]

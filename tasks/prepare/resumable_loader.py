@@ -117,6 +117,9 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`.
 
+    Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
+    depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
+
     Args:
         loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
         device: The device to move batches to; None to leave them where they are.
@@ -129,11 +132,6 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
-        if (restored := vars(self)["_restored"]) is not None:
-            vars(self)["_restored"] = None
-            with generators_kept():  # data without random access are read up to the position again, with draws
-                self._own_state()
-            _count_once(self._wrapped(), restored)
         return self._followed(super().__iter__())
 
     @property
@@ -141,6 +139,11 @@ class OwnPositionDataLoader(PreparedDataLoader):
         """The epoch of the next batch, counted from 0."""
         epoch: int = vars(self)["_epoch"]
         return epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration; not needed, as epochs are counted and restored."""
+        super().set_epoch(epoch)
+        vars(self)["_epoch"] = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
@@ -153,8 +156,22 @@ class OwnPositionDataLoader(PreparedDataLoader):
         own = state_dict["loader"]
         own = own.value if isinstance(own, RankLocal) else own
         loader.load_state_dict(own)
-        vars(self).update(_epoch=state_dict["epoch"], _restored=own)
+        vars(self)["_restored"] = own
         self.set_epoch(state_dict["epoch"])
+
+    def _begin_epoch(self) -> None:
+        super()._begin_epoch()
+        sampler = distributed_sampler(self)
+        if sampler is not None:
+            vars(self)["_epoch"] = int(sampler.epoch)
+        self._set_epoch_of_parts(self.epoch)  # in each epoch: a resumed training sets it, too
+        if sampler is not None:
+            sampler.epoch = vars(self)["_begun_epoch"]  # so that it counts on
+        if (restored := vars(self)["_restored"]) is not None:
+            vars(self)["_restored"] = None
+            with generators_kept():  # data without random access are read up to the position again, with draws
+                self._own_state()
+            _count_once(self._wrapped(), restored)
 
     def _own_state(self) -> Any:
         loader: Any = self._wrapped()
@@ -162,8 +179,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
             return loader.state_dict()
 
     def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        sampler = distributed_sampler(self)
-        epoch = vars(self)["_epoch"] = self.epoch if sampler is None else int(sampler.epoch)
+        epoch = self.epoch
         yield from batches
         vars(self)["_epoch"] = epoch + 1
 

@@ -325,6 +325,37 @@ def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
         attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
 
 
+class Shuffled(Stream):
+    """A stream in another order for each epoch that it is set to, as one of Hugging Face after `shuffle(seed)`."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return (order[number] for number in super().__iter__())
+
+
+@pytest.mark.parametrize("num_used", [0, 2, 4])
+def test_a_stream_whose_order_depends_on_the_epoch_is_resumed_in_the_order_of_that_epoch(num_used):
+    def prepared():
+        return prepare_data_loader(stateful(Shuffled(), batch_size=2), add_distributed_sampler=False, resumable=True)
+
+    undisturbed, loader, resumed = prepared(), prepared(), prepared()
+    epochs = [rest_of(undisturbed) for _ in range(4)]
+    assert len(set(map(tuple, epochs))) == 4
+    rest_of(loader)
+    rest_of(loader)
+    used = take(loader, num_used) if num_used else []
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.epoch == 2
+    assert [used + rest_of(resumed), rest_of(resumed)] == epochs[2:]
+    resumed.set_epoch(1)
+    assert rest_of(resumed) == epochs[1]
+
+
 class Drawing(IterableDataset):
     """Cannot go to a position, and draws with every item."""
 
