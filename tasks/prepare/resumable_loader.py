@@ -9,13 +9,16 @@ yielded to the training's loop. There are two kinds, because only data with a kn
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from prefect_torch.ckpt import RankLocal
 
 from .prepared_loader import PreparedDataLoader, generators_kept
-from .resumable_sampler import Position, ResumableSampler
+from .resumable_sampler import Position, ResumableSampler, restored_within
 from .sampling import distributed_sampler
 
 if TYPE_CHECKING:
@@ -120,6 +123,9 @@ class OwnPositionDataLoader(PreparedDataLoader):
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
 
+    A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
+    behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
+
     Args:
         loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
         device: The device to move batches to; None to leave them where they are.
@@ -128,27 +134,40 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_epoch=0, _restored=None)
+        vars(self).update(_at=_Place(), _restored=None)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
-        return self._followed(super().__iter__())
+        batches = super().__iter__()
+        place = self._place()
+        followed = self._followed(batches, place)
+        # zip() asks none of the loaders behind the first that has no batch left.
+        return chain(list(islice(followed, 1)), followed) if self._has_used_all(place) else followed
 
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, counted from 0."""
-        epoch: int = vars(self)["_epoch"]
-        return epoch
+        return self._place().epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration; not needed, as epochs are counted and restored."""
+        """Set the epoch of the next iteration; not needed, as epochs are counted and restored.
+
+        Raises:
+            ValueError: If another epoch was restored, and some of its batches are used.
+
+        """
+        place, is_restored = self._place(), vars(self)["_restored"] is not None
+        if is_restored and place.used and epoch != place.epoch:
+            raise ValueError(restored_within(place.epoch, epoch))
         super().set_epoch(epoch)
-        vars(self)["_epoch"] = epoch
+        if not is_restored or epoch != place.epoch:
+            vars(self)["_at"] = _Place(epoch, is_left=place.is_left or place.is_begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
         restored = vars(self)["_restored"]  # torchdata would read up to the position for its state, and count twice
-        return {"epoch": self.epoch, "loader": RankLocal(self._own_state() if restored is None else restored)}
+        own = RankLocal(self._own_state() if restored is None else restored)
+        return {**self._place().state_dict(), "loader": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration start where the state of the loader was taken."""
@@ -156,21 +175,27 @@ class OwnPositionDataLoader(PreparedDataLoader):
         own = state_dict["loader"]
         own = own.value if isinstance(own, RankLocal) else own
         loader.load_state_dict(own)
-        vars(self)["_restored"] = own
-        self.set_epoch(state_dict["epoch"])
+        super().set_epoch(state_dict["epoch"])
+        vars(self).update(_at=_Place.of(state_dict), _restored=own)
 
     def _begin_epoch(self) -> None:
         super()._begin_epoch()
-        sampler = distributed_sampler(self)
-        if sampler is not None:
-            vars(self)["_epoch"] = int(sampler.epoch)
-        self._set_epoch_of_parts(self.epoch)  # in each epoch: a resumed training sets it, too
+        place, sampler = self._place(), distributed_sampler(self)
+        epoch = place.epoch + place.is_begun if sampler is None else int(sampler.epoch)
+        self._set_epoch_of_parts(epoch)  # in each epoch: a resumed training sets it, too
         if sampler is not None:
             sampler.epoch = vars(self)["_begun_epoch"]  # so that it counts on
-        if (restored := vars(self)["_restored"]) is not None:
-            vars(self)["_restored"] = None
+        if vars(self)["_restored"] is not None:
             with generators_kept():  # data without random access are read up to the position again, with draws
-                self._own_state()
+                self._restart(vars(self)["_restored"], place)
+        vars(self).update(_at=_Place(epoch, 0 if place.is_begun else place.used, is_begun=True), _restored=None)
+
+    def _restart(self, restored: Any, place: "_Place") -> None:
+        if place.is_left:  # as in the training before: this iteration was begun, and another one comes next
+            with self._own_generator():
+                iter(self._wrapped())
+        else:
+            self._own_state()
             _count_once(self._wrapped(), restored)
 
     def _own_state(self) -> Any:
@@ -178,10 +203,56 @@ class OwnPositionDataLoader(PreparedDataLoader):
         with self._own_generator():  # torchdata starts an iteration for its state
             return loader.state_dict()
 
-    def _followed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch = self.epoch
-        yield from batches
-        vars(self)["_epoch"] = epoch + 1
+    def _followed(self, batches: Iterator[Any], place: "_Place") -> Iterator[Any]:
+        try:
+            for batch in batches:
+                place.used += 1
+                yield batch
+        except GeneratorExit:  # zip() exhausts only its shortest argument
+            if self._has_used_all(place):
+                place.end(is_left=True)
+            raise
+        place.end()
+
+    def _has_used_all(self, place: "_Place") -> bool:
+        with suppress(TypeError):  # a dataset without a length
+            return place.used > 0 and place.used == len(self)
+        return False
+
+    def _place(self) -> "_Place":
+        place: _Place = vars(self)["_at"]
+        return place
+
+
+@dataclass(slots=True)
+class _Place:
+    """The progress of one iteration over a loader that keeps its own position.
+
+    Attributes:
+        epoch: Counted from 0.
+        used: The number of used batches of the epoch.
+        is_left: Whether the epoch is still to begin, and the loader's own position is in an iteration that was left.
+        is_begun: Whether this process has begun the epoch.
+
+    """
+
+    epoch: int = 0
+    used: int = 0
+    is_left: bool = False
+    is_begun: bool = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "_Place":
+        """Return the place of a state of `state_dict`; that of a former version has only the epoch."""
+        return cls(state["epoch"], state.get("used", 0), state.get("is_left", False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, which may differ between ranks."""
+        return {"epoch": self.epoch, "used": self.used, "is_left": self.is_left}
+
+    def end(self, *, is_left: bool = False) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch, self.used, self.is_left, self.is_begun = self.epoch + 1, 0, is_left, False
 
 
 def _count_once(loader: Any, restored: Any) -> None:

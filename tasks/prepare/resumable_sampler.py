@@ -56,6 +56,14 @@ def rank_share(rest: torch.Tensor, rank: int, num_ranks: int, *, drop_last: bool
     return rest[rank::num_ranks]
 
 
+def restored_within(restored: int, epoch: int) -> str:
+    """Return why the epoch cannot be set to `epoch` while the rest of the epoch `restored` is to come."""
+    return (
+        f"set_epoch({epoch}), but the restored checkpoint is from the middle of epoch {restored}: leave set_epoch out, a "
+        "resumable loader counts its epochs itself"
+    )
+
+
 class ResumableSampler(DistributedSampler[Any]):
     """A DistributedSampler whose next epoch can begin where an earlier attempt stopped, with any number of ranks.
 
@@ -92,10 +100,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
         """
         if self.start and epoch != self.epoch:
-            raise ValueError(
-                f"set_epoch({epoch}), but the restored checkpoint is from the middle of epoch {self.epoch}: leave set_epoch "
-                "out, a resumable loader counts its epochs itself"
-            )
+            raise ValueError(restored_within(self.epoch, epoch))
         super().set_epoch(epoch)
 
     def after(self, position: Position, num_turns: int) -> Position:

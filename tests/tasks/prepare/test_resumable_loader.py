@@ -36,6 +36,63 @@ def rest_of(loader):
     return [sample for batch in loader for sample in batch.tolist()]
 
 
+class Stream(IterableDataset):
+    """This rank's part of a stream, which knows how far it is."""
+
+    def __init__(self, first=0, step=1, length=8):
+        self.first, self.step, self.length, self.at = first, step, length, 0
+
+    def __iter__(self):
+        while self.at < self.length:
+            self.at += 1
+            yield self.first + self.step * (self.at - 1)
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Shuffled(Stream):
+    """A stream in another order for each epoch that it is set to, as one of Hugging Face after `shuffle(seed)`."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return (order[number] for number in super().__iter__())
+
+
+class Unpositioned(IterableDataset):
+    """A stream that does not know how far it is, but how long."""
+
+    def __init__(self, length=8):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def stateful(dataset, **arguments):
+    """Return torchdata's loader, imported only here: what is tested else must not find it loaded."""
+    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - as said
+
+    return StatefulDataLoader(dataset, **arguments)
+
+
+def own_of(dataset):
+    """Return a loader that keeps its own position."""
+    return prepare_data_loader(stateful(dataset, batch_size=2), add_distributed_sampler=False, resumable=True)
+
+
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2)), min_size=1, max_size=4))
 def test_attempts_with_any_ranks_and_batch_sizes_use_each_sample_once(attempts):
     used, state = [], None
@@ -89,15 +146,27 @@ def test_after_the_loop_comes_the_next_epoch_and_after_its_last_batch_an_empty_r
 
 
 @pytest.mark.parametrize("taken", ["at the last batch", "after the loop"])
-def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken):
+@pytest.mark.parametrize(
+    "pair",
+    [lambda: [loader_of(), loader_of(length=23, batch_size=2)], lambda: [own_of(Unpositioned(24)), own_of(Unpositioned(23))]],
+    ids=["shared", "own position"],
+)
+def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken, pair):
     """Only the first of equally long ones is told by zip() that it has ended."""
-    zipped = [loader_of(), loader_of(length=23, batch_size=2)]
+    zipped = pair()
+    for number, _ in enumerate(zip(*zipped, strict=False)):
+        states = [loader.state_dict() for loader in zipped]
+        if number == 4:
+            break
+    zipped = pair()
+    for loader, state in zip(zipped, states, strict=True):
+        loader.load_state_dict(state)
     for _ in zip(*zipped, strict=False):
         states = [loader.state_dict() for loader in zipped]
     if taken == "after the loop":
         states = [loader.state_dict() for loader in zipped]
         assert [loader.epoch for loader in zipped] == [1, 1]
-    resumed = [loader_of(), loader_of(length=23, batch_size=2)]
+    resumed = pair()
     for loader, state in zip(resumed, states, strict=True):
         loader.load_state_dict(state)
     if taken == "at the last batch":
@@ -107,7 +176,16 @@ def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken):
         assert len(list(zip(*resumed, strict=False))) == 12
 
 
-def test_a_loop_that_leaves_every_epoch_early_says_that_the_next_one_comes():
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [loader_of, lambda: own_of(Unpositioned(24)), lambda: own_of(Stream(length=24)), lambda: own_of(Shuffled(length=24))],
+    ids=["shared", "unpositioned", "stream", "shuffled stream"],
+)
+
+
+@KINDS
+@pytest.mark.parametrize("reports_again", [False, True])
+def test_a_loop_that_leaves_every_epoch_early_says_that_the_next_one_comes(kind, reports_again):
     def epochs_of(loader):
         for epoch in range(loader.epoch, 3):
             yield take(loader, 2)
@@ -115,14 +193,26 @@ def test_a_loop_that_leaves_every_epoch_early_says_that_the_next_one_comes():
             states.append(loader.state_dict())
 
     states = []
-    undisturbed = list(epochs_of(loader_of()))
-    resumed = loader_of()
+    undisturbed = list(epochs_of(kind()))
+    resumed = kind()
     resumed.load_state_dict(states[0])
+    if reports_again:
+        state, resumed = resumed.state_dict(), kind()
+        resumed.load_state_dict(state)
     assert list(epochs_of(resumed)) == undisturbed[1:]
 
 
-def test_a_position_that_is_restored_within_a_loop_is_where_the_next_loop_begins():
-    loader = loader_of()
+@KINDS
+def test_a_loop_that_leaves_an_epoch_early_goes_on_with_the_next_one(kind):
+    loader = kind()
+    for epoch in range(3):
+        take(loader, 2)
+        assert loader.epoch == epoch
+
+
+@KINDS
+def test_a_position_that_is_restored_within_a_loop_is_where_the_next_loop_begins(kind):
+    loader = kind()
     states = [loader.state_dict() for _ in loader]
     for number, _ in enumerate(loader, 1):
         if number == len(states):
@@ -155,16 +245,18 @@ def test_a_restored_epoch_that_was_broken_off_is_followed_by_a_whole_one():
         assert (resumed.epoch, rest_of(resumed)) == (0, rest_of(loader_of()))
 
 
-def test_a_set_epoch_begins_at_its_beginning_unless_it_is_the_restored_one():
-    loader = loader_of()
+@pytest.mark.parametrize("kind", [loader_of, lambda: own_of(Unpositioned(24))], ids=["shared", "own position"])
+def test_a_set_epoch_begins_at_its_beginning_unless_it_is_the_restored_one(kind):
+    loader = kind()
     take(loader, 3)
     state = loader.state_dict()
     loader.set_epoch(0)
-    assert (loader.state_dict()["used"], len(rest_of(loader))) == (0, 24)
+    assert len(rest_of(loader)) == 24
     loader.load_state_dict(state)
     with pytest.raises(ValueError, match="leave set_epoch out"):
         loader.set_epoch(1)
-    rest_of(loader)
+    loader.set_epoch(0)
+    assert len(rest_of(loader)) == 24 - 6
     loader.set_epoch(5)
     assert loader.epoch == 5
     assert sorted(rest_of(loader)) == list(range(24))
@@ -268,35 +360,8 @@ def test_workers_are_seeded_by_the_epoch_the_position_and_the_rank():
     assert ran.returncode == 0, ran.stderr
 
 
-class Stream(IterableDataset):
-    """This rank's part of a stream, which knows how far it is."""
-
-    def __init__(self, first=0, step=1):
-        self.first, self.step, self.at = first, step, 0
-
-    def __iter__(self):
-        while self.at < 8:
-            self.at += 1
-            yield self.first + self.step * (self.at - 1)
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def stateful(dataset, **arguments):
-    """Return torchdata's loader, imported only here: what is tested else must not find it loaded."""
-    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - as said
-
-    return StatefulDataLoader(dataset, **arguments)
-
-
 def stream_of(rank, num_ranks):
-    loader = stateful(Stream(rank, num_ranks), batch_size=2)
-    return prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
+    return own_of(Stream(rank, num_ranks))
 
 
 def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
@@ -325,25 +390,9 @@ def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
         attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
 
 
-class Shuffled(Stream):
-    """A stream in another order for each epoch that it is set to, as one of Hugging Face after `shuffle(seed)`."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        return (order[number] for number in super().__iter__())
-
-
 @pytest.mark.parametrize("num_used", [0, 2, 4])
 def test_a_stream_whose_order_depends_on_the_epoch_is_resumed_in_the_order_of_that_epoch(num_used):
-    def prepared():
-        return prepare_data_loader(stateful(Shuffled(), batch_size=2), add_distributed_sampler=False, resumable=True)
-
-    undisturbed, loader, resumed = prepared(), prepared(), prepared()
+    undisturbed, loader, resumed = own_of(Shuffled()), own_of(Shuffled()), own_of(Shuffled())
     epochs = [rest_of(undisturbed) for _ in range(4)]
     assert len(set(map(tuple, epochs))) == 4
     rest_of(loader)
@@ -365,10 +414,7 @@ class Drawing(IterableDataset):
 
 @pytest.mark.parametrize("reported_before", [False, True])
 def test_a_stream_that_is_read_again_up_to_its_position_leaves_the_generators_as_they_were_restored(reported_before):
-    def prepared():
-        return prepare_data_loader(stateful(Drawing(), batch_size=2), add_distributed_sampler=False, resumable=True)
-
-    loader, resumed = prepared(), prepared()
+    loader, resumed = own_of(Drawing()), own_of(Drawing())
     taken = iter(loader)
     next(taken)
     state = loader.state_dict()
