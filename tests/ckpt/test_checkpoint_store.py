@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from commits import commit
+from crash_points import open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import (
     Checkpoint,
@@ -315,6 +316,63 @@ def test_a_prune_gives_up_on_a_storage_that_does_not_answer(store, tmp_path, mon
     with pytest.raises(StorageError, match=f"5 of 5 checkpoints of run 'run' could not be deleted, {manifests[0].id} first"):
         store.prune(RetentionPolicy(1))
     assert len(tried) == tries
+
+
+class Undeletable(WrappedStorage):
+    """Refuses to delete any key with one of `parts`, and counts the refusals."""
+
+    def __init__(self, inner, error, *parts):
+        super().__init__(inner)
+        self.error, self.parts, self.num_refused = error, parts, 0
+
+    def delete(self, keys):
+        keys = list(keys)
+        if any(part in key for key in keys for part in self.parts):
+            self.num_refused += 1
+            raise self.error
+        self.inner.delete(keys)
+
+
+def test_garbage_that_cannot_be_deleted_does_not_keep_the_rest(store, tmp_path, caplog):
+    (kept,) = fill(store, tmp_path, 1)
+    session = Attempt(store).session()  # the second attempt
+    left = tmp_path / "store/run/unreported/000001-0123456789abcdef/model"
+    refused, later, quarantined, expired = (f"000001-0000000{number}-00000000" for number in range(4))
+    for checkpoint_id in (refused, later, quarantined, expired):
+        store.storage.put_bytes(store.layout.data(checkpoint_id, "model"), b"x")
+    for checkpoint_id in (quarantined, expired):
+        store.put_json(store.layout.quarantine(checkpoint_id), {})
+    evaluations = [f"{store.layout.manifests}{it}/test.json" for it in (refused, later)]
+    for key in evaluations:
+        store.put_json(key, {})
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"x")
+    unfinished = tmp_path / "store/run/logs/.tmp-0123456789abcdef"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"x")
+    refusing = Undeletable(store.storage, PermissionError(13, "Permission denied"), refused, quarantined)
+    with caplog.at_level(logging.WARNING):
+        assert collect_garbage(open_run(refusing), grace_s=-60, keep_quarantined_days=-1) == [later, expired]
+    assert refusing.num_refused == 3
+    (warning,) = caplog.messages
+    assert warning == (
+        f"garbage of run 'run' could not be deleted ({refused}, {quarantined}, evaluations of {refused}), and is left to the "
+        "next prune; the first error: [Errno 13] Permission denied"
+    )
+    assert {key.split("/")[2] for key in store.keys(store.layout.checkpoints)} == {kept.id, refused, quarantined}
+    assert not left.exists()
+    assert not unfinished.exists()
+    session.finish()
+
+
+def test_garbage_collection_gives_up_on_a_storage_that_does_not_answer(store, tmp_path):
+    fill(store, tmp_path, *range(6))
+    for step in range(5):
+        store.storage.put_bytes(store.layout.data(f"000001-0000000{step}-00000000", "model"), b"x")
+    silent = Undeletable(store.storage, StorageError("no answer"), "checkpoints")
+    with pytest.raises(StorageError, match="no answer"):
+        collect_garbage(open_run(silent))
+    assert silent.num_refused == 3
 
 
 def test_data_of_an_older_attempt_is_garbage_only_after_the_grace(store, tmp_path):

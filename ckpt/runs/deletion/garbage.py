@@ -5,10 +5,11 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
 from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
@@ -17,9 +18,11 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.storage.sizes import find_size
+from prefect_torch.ckpt.text import show_some
 
 from .links import without_targets
 from .marks import marked, remove_stale_marks
+from .pruning import MOST_IN_A_ROW
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
@@ -31,13 +34,16 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
 
     An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
     pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations and their logs are deleted with
-    the data, or after it.
+    the data, or after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
 
     Args:
         run: The run.
         grace_s: The number of seconds that data of an older attempt stay, by the storage's clock.
         keep_quarantined_days: The number of days that the data of a quarantined checkpoint stay, by the same clock, unless it
             is pinned; None keeps them permanently. The note stays in any case.
+
+    Raises:
+        StorageError, OSError: If the storage fails at a listing, or at three deletions in a row.
 
     """
     data, modified_s = _stored_data(run)
@@ -67,23 +73,65 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         """Check by key: a listing may have missed a manifest or a note, and a deletion is final."""
         return run.exists(checkpoint_id) or find_size(run.storage, run.layout.quarantine(checkpoint_id)) is not None
 
-    garbage = [it for it in sorted(data) if is_garbage(it) and not is_kept(it) and not is_read(run.storage, data[it])]
-    for checkpoint_id in garbage:
-        run.storage.delete(without_targets(run, data[checkpoint_id]))
-        _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
+    failures = _Failures()
+    garbage: list[str] = []
+    for checkpoint_id in filter(is_garbage, sorted(data)):
+        with failures.noted(checkpoint_id):
+            if is_kept(checkpoint_id) or is_read(run.storage, data[checkpoint_id]):
+                continue
+            run.storage.delete(without_targets(run, data[checkpoint_id]))
+            garbage.append(checkpoint_id)
+            _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
         expired_s = at_least_s - keep_quarantined_days * _DAY_S
         expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
-        garbage += _delete_quarantined(run, expired, data)
+        garbage += _delete_quarantined(run, expired, data, failures)
     kept = committed | (quarantined.keys() & (data.keys() - set(garbage)))
-    _delete_left_evaluations(run, manifests, kept=kept)
-    delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
-    _delete_unreported(run, newest_attempt, now_s - grace_s)
-    _remove_emptied(run, data, now_s - grace_s)
-    remove_stale_marks(run, at_least_s)
+    _delete_left_evaluations(run, manifests, failures, kept=kept)
+    with failures.noted("logs of evaluations"):
+        delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
+    _delete_unreported(run, newest_attempt, now_s - grace_s, failures)
+    with failures.noted("empty directories"):
+        _remove_emptied(run, data, now_s - grace_s)
+    with failures.noted("marks of deletions"):
+        remove_stale_marks(run, at_least_s)
     # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
-    run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
+    with failures.noted("temporary files"):
+        run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
+    failures.warn(run)
     return garbage
+
+
+class _Failures:
+    """The deletions that failed: they do not stop the others, until the storage has not answered three in a row."""
+
+    def __init__(self) -> None:
+        self._failed: list[tuple[str, Exception]] = []
+        self._num_in_a_row = 0
+
+    @contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        """Note the error of the block; `what` is what it deletes, for the warning."""
+        try:
+            yield
+        except (StorageError, OSError) as exc:
+            self._failed.append((what, exc))
+            self._num_in_a_row = self._num_in_a_row + 1 if isinstance(exc, StorageError) else 0
+            if self._num_in_a_row == MOST_IN_A_ROW:
+                raise
+        else:
+            self._num_in_a_row = 0
+
+    def warn(self, run: Run) -> None:
+        """Log one warning of all failures, with the first error."""
+        if self._failed:
+            failed = show_some([what for what, _ in self._failed])
+            _logger.warning(
+                "garbage of run %r could not be deleted (%s), and is left to the next prune; the first error: %s",
+                run.name,
+                failed,
+                self._failed[0][1],
+            )
 
 
 def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
@@ -99,7 +147,7 @@ def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
     return data, modified_s
 
 
-def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
+def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures: _Failures) -> None:
     """Delete the directories of ranks of older attempts without a write since `before_s`: these ranks were killed."""
     folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
     if folder is None:
@@ -111,7 +159,8 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float) -> None:
             newest_s[name] = max(newest_s[name], info.modified_s)
     for name, modified_s in newest_s.items():
         if modified_s < before_s:  # not by keys: a function may give its files names that are no keys
-            with suppress(FileNotFoundError):  # another process collects garbage, too
+            # The suppressed error: another process collects garbage, too.
+            with failures.noted(f"unreported/{name}"), suppress(FileNotFoundError):
                 (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
     with suppress(OSError):  # it still holds directories of live ranks
         folder.rmdir()
@@ -135,26 +184,30 @@ def _quarantined(run: Run) -> dict[str, float]:
     return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
 
 
-def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]]) -> list[str]:
+def _delete_quarantined(
+    run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]], failures: _Failures
+) -> list[str]:
     """Delete the data of expired checkpoints that are neither pinned nor restored, and return their ids."""
     deleted = []
     for checkpoint_id in sorted(expired):
-        with marked(run, [checkpoint_id]) as mark:
-            mark.renew()
-            if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
-                continue
-            run.storage.delete(without_targets(run, data[checkpoint_id]))
-        deleted.append(checkpoint_id)
-        _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
+        with failures.noted(checkpoint_id):
+            with marked(run, [checkpoint_id]) as mark:
+                mark.renew()
+                if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
+                    continue
+                run.storage.delete(without_targets(run, data[checkpoint_id]))
+            deleted.append(checkpoint_id)
+            _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
     return deleted
 
 
-def _delete_left_evaluations(run: Run, keys: Iterable[str], *, kept: Collection[str]) -> None:
+def _delete_left_evaluations(run: Run, keys: Iterable[str], failures: _Failures, *, kept: Collection[str]) -> None:
     """Delete those evaluations among `keys` whose checkpoint is gone, for example pruned while they were written."""
     left: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:
             left[evaluation[0]].append(key)
     for checkpoint_id, attached in left.items():
-        if not run.exists(checkpoint_id):  # it may have been committed during the listing
-            run.storage.delete(attached)
+        with failures.noted(f"evaluations of {checkpoint_id}"):
+            if not run.exists(checkpoint_id):  # it may have been committed during the listing
+                run.storage.delete(attached)

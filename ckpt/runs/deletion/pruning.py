@@ -22,7 +22,7 @@ class DeletionRefusedError(StorageError):
     """The storage refuses every deletion: these credentials do not allow it, or the storage keeps all objects."""
 
 
-_MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
+MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
 
 
 def prune(
@@ -112,7 +112,7 @@ def _delete_all(
         except (StorageError, OSError) as exc:
             failures.append((manifest, exc))
             num_in_a_row = num_in_a_row + 1 if isinstance(exc, StorageError) else 0
-            if num_in_a_row == _MOST_IN_A_ROW:
+            if num_in_a_row == MOST_IN_A_ROW:
                 break
         else:
             num_done, num_in_a_row = num_done + 1, 0

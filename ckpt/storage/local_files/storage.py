@@ -169,18 +169,15 @@ class LocalStorage:
         for key in keys:
             folder, _, name = check_key(key).rpartition("/")
             names_in[folder].append(name)
-        refused: PermissionError | None = None
-        for folder, names in names_in.items():
-            try:
-                with suppress(FileNotFoundError, NotADirectoryError), self._root.open(_names(folder)) as way:
-                    _unlink(way, names)
-            except PermissionError as exc:
-                refused = refused or exc
-        if refused is not None:
-            raise refused
+        self._unlink((_names(folder), names) for folder, names in names_in.items())
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Remove the temporary files of killed writers, and the directories that become empty."""
+        """Remove the temporary files of killed writers, and the directories that become empty.
+
+        Raises:
+            PermissionError: If one may not be removed; all others are removed first.
+
+        """
         newest_s = time.time() - older_than_s
         left_in: dict[str, list[str]] = defaultdict(list)
         with suppress(FileNotFoundError), self._root.open(_names(prefix)) as top:
@@ -189,9 +186,19 @@ class LocalStorage:
                     with suppress(FileNotFoundError):  # its writer is alive and has finished
                         if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime <= newest_s:
                             left_in[folder].append(name)
-        for folder, names in left_in.items():
-            with suppress(FileNotFoundError), self._root.open([*_names(prefix), *Path(folder).parts]) as way:
-                _unlink(way, names)
+        self._unlink(([*_names(prefix), *Path(folder).parts], names) for folder, names in left_in.items())
+
+    def _unlink(self, names_in: Iterable[tuple[Sequence[str], Sequence[str]]]) -> None:
+        """Remove files from directories; the first refusal is raised once all others are removed."""
+        refused: PermissionError | None = None
+        for folder, names in names_in:
+            try:
+                with suppress(FileNotFoundError, NotADirectoryError), self._root.open(folder) as way:
+                    _unlink(way, names)
+            except PermissionError as exc:
+                refused = refused or exc
+        if refused is not None:
+            raise refused
 
     def reopened(self) -> "LocalStorage":
         """Return this storage, which then reads each file from the disk or its server instead of from the page cache."""
