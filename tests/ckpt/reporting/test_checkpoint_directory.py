@@ -135,6 +135,31 @@ def test_what_a_killed_rank_left_is_removed_by_a_later_attempt(store):
     assert all(path.is_relative_to(kept) for path in left_in(store))
 
 
+@pytest.mark.parametrize("during", ["mkdir", "is_dir"])
+def test_a_garbage_collection_meanwhile_takes_no_directory_away(store, monkeypatch, during):
+    """It removes the parent, if that is empty, after it was made or before it is found to be there."""
+    session = Attempt(store).session()
+    parent = Path(store.storage.url, "run/unreported")
+    if during == "is_dir":
+        parent.mkdir()
+    call, collected = getattr(Path, during), []
+
+    def collecting(self, *args, **kwargs):
+        if during == "mkdir":
+            call(self, *args, **kwargs)
+        if self == parent and not collected:
+            collected.append(collect_garbage(store))
+        return call(self, *args, **kwargs) if during == "is_dir" else None
+
+    monkeypatch.setattr(Path, during, collecting)
+    with session.lent.lend() as directory:
+        write_files(directory, 1)
+        session.report({}, Checkpoint.from_directory(directory))
+    assert collected
+    (manifest,) = store.list()
+    assert read_files(store.checkpoint(manifest)) == expected(1)
+
+
 @UPLOADS
 def test_a_crash_at_any_operation_of_a_report_leaves_the_old_or_the_new_checkpoint(tmp_path, upload):
     def lend_and_report(session, score):
