@@ -18,6 +18,7 @@ from prefect_torch.ckpt.files.folder import (
     read_metadata,
     scan_files,
 )
+from prefect_torch.ckpt.files.shared_directory import identity_of
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
@@ -25,7 +26,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.index import is_own_file
 from prefect_torch.ckpt.state.staging import spare_memory
 from prefect_torch.ckpt.storage.machine.handover import LentDirectories
-from prefect_torch.ckpt.storage.machine.scratch import kernel_id, lies_in_downloads, scratch_folder
+from prefect_torch.ckpt.storage.machine.scratch import lies_in_downloads, scratch_folder
 from prefect_torch.ckpt.text import show_class
 
 from .agreement import Intent, Upload
@@ -86,10 +87,10 @@ class Report:
         """Return the description of the report for rank 0; the caller must send it.
 
         Raises:
-            OSError: If the reported directory is gone; nothing needs to be sent then.
+            OSError: If the reported directory is gone, or cannot be written to; nothing needs to be sent then.
 
         """
-        directory = "" if self.directory is None or self.upload != "async" else _identity_of(self.directory)
+        directory = "" if self.directory is None or self.upload != "async" else identity_of(self.directory, self.step)
         state = None if self.snapshot is None else self.snapshot.describe()
         return Intent(
             rank,
@@ -114,12 +115,6 @@ class Report:
         if self.metadata and self.directory is not None:
             with suppress(OSError):
                 (self.directory / USER_METADATA_FILE).unlink()
-
-
-def _identity_of(directory: Path) -> str:
-    """Return the identity of a directory: its machine, filesystem and inode, whatever its path is."""
-    status = directory.stat()
-    return f"{kernel_id()} {status.st_dev} {status.st_ino}"
 
 
 def _appearance_of(directory: Path) -> tuple[int, int, int]:

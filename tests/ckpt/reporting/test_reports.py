@@ -28,14 +28,16 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
+from prefect_torch.ckpt.files import shared_directory
+from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_part import StagedReport
-from prefect_torch.ckpt.reporting.rank_report import _identity_of
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.machine import mounts
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport
@@ -286,6 +288,41 @@ def test_ranks_may_report_one_directory_that_they_share(store, tmp_path, upload)
     (manifest,) = store.list()
     store.verify(manifest)
     assert read_files(store.checkpoint(manifest)) == {f"m{number}": str(number).encode() for number in range(20)}
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_machines_may_report_one_shared_directory_asynchronously(store, tmp_path, monkeypatch, num_shared):
+    """Each machine numbers the directories of a file server on its own, so that they are not known by their numbers."""
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    monkeypatch.setattr(shared_directory, "kernel_id", lambda: threading.current_thread().name)
+    files = {f"m{number}": str(number) for number in range(20)}
+
+    def train(session, rank):
+        directory = tmp_path / f"shared-{rank % num_shared}"
+        for epoch in range(3):
+            if rank < num_shared:
+                folder(directory, epoch=str(epoch), **files)
+            session.report({})  # the files are there
+            session.report({}, Checkpoint.from_directory(directory), upload="async")
+            session.report({})
+            assert list(directory.iterdir()) == []
+            session.report({})  # every rank has looked
+
+    assert Attempt(store, 4, nodes=[2, 2]).run(train) == [None] * 4
+    assert [read_files(store.checkpoint(it)) for it in store.list()] == [
+        {"epoch": str(epoch).encode(), **{name: content.encode() for name, content in files.items()}} for epoch in range(3)
+    ]
+    assert [path for path in tmp_path.glob("shared-*/**/*") if path.is_file()] == []
+
+
+def test_a_token_by_which_ranks_know_a_directory_is_no_file_of_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    folder(tmp_path, m="x")
+    assert shared_directory.identity_of(tmp_path, 5) == shared_directory.identity_of(tmp_path, 5)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert scan_files(tmp_path) == ["m"]
+    shared_directory.forget_identity(tmp_path, 5)
+    assert list(tmp_path.iterdir()) == [tmp_path / "m"]
 
 
 def test_an_async_report_compares_files_of_one_name_though_another_rank_stores_them(store, tmp_path):
@@ -817,9 +854,9 @@ def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, t
 
 
 def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_step(store, tmp_path, monkeypatch):
-    def vanishes(directory):
+    def vanishes(directory, step):
         shutil.rmtree(directory, ignore_errors=directory.name == "1")
-        return _identity_of(directory)
+        return shared_directory.identity_of(directory, step)
 
     def train(session, rank):
         with pytest.raises((FileNotFoundError, ReportMismatchError)):
@@ -827,7 +864,7 @@ def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_s
         monkeypatch.undo()
         session.report({}, folder(tmp_path / f"again-{rank}", **{f"m{rank}": "x"}), upload="async", step=1)
 
-    monkeypatch.setattr("prefect_torch.ckpt.reporting.rank_report._identity_of", vanishes)
+    monkeypatch.setattr("prefect_torch.ckpt.reporting.rank_report.identity_of", vanishes)
     assert Attempt(store, 2).run(train) == [None, None]
     assert [manifest.step for manifest in store.list()] == [1]
 
