@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from prefect_torch.ckpt.storage.local_files.root_folder import despite_deletes
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .scratch import make_scratch, remove_scratch
@@ -83,8 +84,12 @@ class LentDirectories:
             directory = make_scratch()
         else:
             directory = place.absolute()
-            directory.parent.mkdir(exist_ok=True)  # never the run's own directory: without it, the storage was unmounted
-            directory.mkdir()
+
+            def create() -> None:
+                directory.parent.mkdir(exist_ok=True)  # never the run's own directory: without it, the storage was unmounted
+                directory.mkdir()
+
+            despite_deletes(create)  # garbage collection removes an empty parent
         self._lent[directory] = place is None
         return directory
 
