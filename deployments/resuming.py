@@ -201,6 +201,7 @@ def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
         work_queue_name=crashed.work_queue_name,
         job_variables=crashed.job_variables,
         labels={
+            **crashed.labels,
             RESTARTS_LABEL: number,
             _OUT_OF_MEMORY: _num_out_of_memory(client, crashed),
             FIRST_NAME_LABEL: first_name,

@@ -2,7 +2,9 @@
 
 import hashlib
 import re
+import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
@@ -16,16 +18,18 @@ from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
+from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, tries_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.liveness import flow_run_above
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _DIGITS = 12  # of a digest, enough for a million runs below one flow run
+_PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 _calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
 
 
@@ -175,8 +179,7 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
         first_id, first_name = restarted_before(client, root)[-1], restart.first_name
     if not calls:
         return default_run_name(first_name, first_id)
-    digest = hashlib.sha256("\n".join([first_id, *calls]).encode()).hexdigest()
-    return _name(first_name, digest[:_DIGITS])
+    return _name(first_name, _digest([first_id, *calls]))
 
 
 def name_of_flow_run() -> str:
@@ -200,11 +203,26 @@ def count_call_in_task() -> TaskCall | None:
 
 
 def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
-    """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them."""
+    """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them.
+
+    Those of a subflow run are the subflow runs that the same flows and task have called in earlier tries and restarts.
+    """
     if run.resume != "never" and not run.takeover:
         return ()
     with get_client(sync_client=True) as client:
-        return restarted_before(client, client.read_flow_run(UUID(flow_run.id)))
+        this = outermost = client.read_flow_run(UUID(flow_run.id))
+        restarted, task = restarted_before(client, this), TaskRunContext.get()
+        flows, tries = [str(this.flow_id)], [_PROCESS]
+        while (above := flow_run_above(client, outermost)) is not None:
+            outermost = above
+            flows.append(str(outermost.flow_id))
+            tries.append(str(outermost.run_count))
+        if outermost is this:
+            return restarted
+        if task is not None:
+            flows.append(task.task.name)
+            tries.append(str(task.task_run.run_count))
+        return tries_before(client, outermost.id, call=_digest(flows), this_try=".".join(tries), flow_run_id=this.id)
 
 
 def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:
@@ -214,6 +232,10 @@ def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:
     """
     begins_with_time = UUID(flow_run_id).version == 7  # noqa: PLR2004 - the version's number
     return _name(flow_run_name, flow_run_id[-8:] if begins_with_time else flow_run_id[:8])
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:_DIGITS]
 
 
 def _name(flow_run_name: str | None, digits: str) -> str:

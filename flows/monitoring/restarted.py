@@ -1,5 +1,6 @@
-"""The restart of a crashed flow run by an automation, from the labels of the new flow run."""
+"""The restart of a crashed flow run by an automation, and the tries of one call in a flow, from the labels of flow runs."""
 
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
@@ -13,6 +14,8 @@ RESTARTS_LABEL = "prefect-torch.restarts"
 RESUMES_LABEL = "prefect-torch.resumes"
 FIRST_NAME_LABEL = "prefect-torch.first-name"
 RESTART_TAG = "restart"
+_TRIES_LABEL = "prefect-torch.tries."  # and the call
+_recording = threading.Lock()  # the server reads all labels, and then writes all: of two requests, one is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +56,23 @@ def restarted_before(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str,
             found.append(str(restart.flow_run_id))
             flow_run = client.read_flow_run(restart.flow_run_id)
     return tuple(found)
+
+
+def tries_before(client: SyncPrefectClient, outermost: UUID, call: str, this_try: str, flow_run_id: UUID) -> tuple[str, ...]:
+    """Return the subflow runs that a call has had in earlier tries, and record that of this try; two requests.
+
+    Prefect makes another subflow run each time that its parent is retried, and does not relate the two.
+
+    Args:
+        client: A client of the API that has the flow runs.
+        outermost: The outermost flow run, whose labels the resumer hands on to its restart.
+        call: What identifies the flows and the task on the way to the subflow.
+        this_try: What identifies the try of all of them together. A loop may have several subflow runs in it.
+        flow_run_id: The subflow run.
+
+    """
+    label, this = f"{_TRIES_LABEL}{call}", f"{this_try}/{flow_run_id}"
+    with _recording:
+        known = str(client.read_flow_run(outermost).labels.get(label, "")).split()
+        client.update_flow_run_labels(outermost, {label: " ".join([*known, this])})
+    return tuple(of_try.rpartition("/")[2] for of_try in known if not of_try.startswith(f"{this_try}/"))

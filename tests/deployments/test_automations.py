@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psutil
 import pytest
@@ -41,7 +41,7 @@ from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.arguments import default_run_name, name_run
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
-from prefect_torch.flows.monitoring.restarted import Restart, restarted_before
+from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, tries_before
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.liveness import may_be_led
 from prefect_torch.tasks.training.leadership import lineage_of
@@ -236,8 +236,8 @@ def test_the_restart_of_a_flow_of_one_s_own_goes_on_with_the_trainings_that_it_c
 
     client.set_flow_run_state(second.id, Crashed(), force=True)
     third = resumed(client, second)
-    names = [name_run(client, begin_below(client, it, "train", train)) for it in (second, third)]
-    assert names == [name_run(client, training)] * 2
+    below = [begin_below(client, it, "train", train) for it in (second, third)]
+    assert [name_run(client, it) for it in below] == [name_run(client, training)] * 2
 
 
 def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(client, trained):
@@ -250,6 +250,17 @@ def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(clien
     client.set_flow_run_state(first.id, Crashed())
     assert resumed(client, first) is not None
     assert client.read_flow_run(elsewhere.id).state.is_running()
+
+
+def test_the_restart_of_a_flow_of_one_s_own_knows_the_earlier_tries_of_its_calls(client):
+    deployment_id = client.create_deployment(client.create_flow(research), "tries", entrypoint="research.py:research")
+    first = client.create_flow_run_from_deployment(deployment_id)
+    one, two, three = (uuid4() for _ in range(3))
+    assert tries_before(client, first.id, "call", "1", one) == ()
+    assert tries_before(client, first.id, "call", "1", two) == (), "in a loop of the same try"
+    assert tries_before(client, first.id, "another", "2", uuid4()) == ()
+    client.set_flow_run_state(first.id, Crashed(), force=True)
+    assert tries_before(client, resumed(client, first).id, "call", "2", three) == (str(one), str(two))
 
 
 @pytest.mark.parametrize("end", [Completed(), Failed(), Cancelled()], ids=lambda state: state.name)

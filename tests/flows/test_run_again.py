@@ -11,6 +11,8 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running, Suspended
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.arguments import count_call_in_task, default_run_name, name_run
 from prefect_torch.flows.prefect_api.flow_run import has_run_before
@@ -92,6 +94,45 @@ def test_a_parents_retry_goes_on_with_its_nameless_trainings(tmp_path):
     assert first.return_value == {"begun": 0, "attempt": 1}
     assert again.return_value == {"begun": 2, "attempt": 2}  # it was complete, and nothing is trained twice
     assert resumed.return_value == {"begun": 1, "attempt": 2}
+
+
+@pytest.mark.parametrize("is_in_task", [False, True])
+def test_a_parents_retry_goes_on_after_the_fresh_start_of_an_earlier_try(tmp_path, is_in_task):
+    tries = []
+    anew = RunConfig(name="anew", storage=str(tmp_path), resume="never")
+    train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="anew", storage=str(tmp_path)))
+
+    def fit():
+        tries.append(train("trainings:train_epochs", {"epochs": 3, "how": "raise", "rank": 0, "at": 1, "times": 2}, run=anew))
+
+    @flow(retries=1)
+    def pipeline():
+        (task(fit) if is_in_task else fit)()
+
+    pipeline()
+    assert [result.return_value for result in tries] == [{"begun": 1, "attempt": 3}]
+    pipeline()
+    assert tries[1].return_value == {"begun": 0, "attempt": 4}, "another flow run begins anew"
+
+
+def test_a_parents_retry_does_not_take_a_run_back(tmp_path):
+    """Which somebody else has taken over from an earlier try."""
+    store = CheckpointStore.open(tmp_path, "taken")
+    errors = []
+
+    @flow(retries=1)
+    def pipeline():
+        try:
+            run = RunConfig(name="taken", storage=str(tmp_path), takeover=True)
+            train("trainings:train_epochs", {"epochs": 3, "how": "raise", "rank": 0, "at": 1}, run=run)
+        except Exception as exc:
+            if not errors:
+                claim_attempt(store, Owner.current("of somebody else"), world_size=1)
+            errors.append(exc)
+            raise
+
+    assert pipeline(return_state=True).is_failed()
+    assert [type(error).__name__ for error in errors] == ["ValueError", "RunBusyError"]
 
 
 def begin(client, **parameters):
