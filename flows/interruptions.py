@@ -27,6 +27,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
+from prefect_torch.flows.prefect_api.paging import read_pages
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.liveness import flow_run_above, is_cancellation
@@ -211,11 +212,12 @@ def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
     """
     if this.work_pool_name is None or this.work_queue_id is None:
         return None
-    queues = {queue.id: queue for queue in client.read_work_queues(work_pool_name=this.work_pool_name)}
+    queues = {queue.id: queue for queue in read_pages(client.read_work_queues, work_pool_name=this.work_pool_name)}
     mine = queues.get(this.work_queue_id)
     if mine is None or mine.priority is None:
         return None
-    late = client.read_flow_runs(
+    late = read_pages(
+        client.read_flow_runs,
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"]))),
         work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[this.work_pool_name])),
     )
@@ -233,11 +235,12 @@ def _has_room(client: SyncPrefectClient, queue: WorkQueue) -> bool:
         return False
     if queue.concurrency_limit is None:
         return True
-    under_way = client.read_flow_runs(
+    under_way = read_pages(
+        client.read_flow_runs,
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))),
         work_queue_filter=WorkQueueFilter(id=WorkQueueFilterId(any_=[queue.id])),
     )
-    return len(under_way) < queue.concurrency_limit
+    return sum(1 for _ in under_way) < queue.concurrency_limit
 
 
 def _leave(client: SyncPrefectClient, this: FlowRun, why: Interruption) -> State | None:

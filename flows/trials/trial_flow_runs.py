@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, begins_at_once, newest_heartbeat, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
+from prefect_torch.flows.prefect_api.paging import read_pages
 from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -23,7 +24,6 @@ from prefect_torch.tasks.training.backoff import Backoff
 _LOOK_FOR_LOST_S = 5.0
 _LOOK_FOR_HEARTBEAT_S = 30.0
 _GONE_S = 10.0  # after which no runner or worker reports the end of a process to Prefect any more
-_MOST_ROWS = 200  # of one answer of Prefect's API
 
 
 class FlowRunWatch:
@@ -53,11 +53,8 @@ class FlowRunWatch:
         trials = {flow_run_id: trial for trial, flow_run_id in running}
         try:
             with without_retries(), get_client(sync_client=True) as client:
-                ids = list(trials)
-                parts = [ids[first : first + _MOST_ROWS] for first in range(0, len(ids), _MOST_ROWS)]
-                filters = (FlowRunFilter(id=FlowRunFilterId(any_=part)) for part in parts)
-                rows = [row for each in filters for row in client.read_flow_runs(flow_run_filter=each, limit=_MOST_ROWS)]
-                found = {it.id: it for it in rows}
+                known = FlowRunFilter(id=FlowRunFilterId(any_=list(trials)))
+                found = {it.id: it for it in read_pages(client.read_flow_runs, flow_run_filter=known)} if trials else {}
                 lost = self._lost(client, trials, found)
         except (PrefectException, httpx.HTTPError, ValueError) as exc:  # the trials go on; the last is for a proxy's page
             self._silence.forget()
@@ -149,8 +146,7 @@ def find_alive(trial: TrialRecord) -> list[FlowRun]:
     """Return the flow runs of a trial that have not ended."""
     tags = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(trial.run)]))
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=tags)
-    return [it for it in found if not has_ended(it)]
+        return [it for it in read_pages(client.read_flow_runs, flow_run_filter=tags) if not has_ended(it)]
 
 
 def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:

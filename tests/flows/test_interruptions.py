@@ -393,6 +393,20 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     assert find_interruption(client, equal, yields_to_urgent=True) is None
 
 
+def test_flow_runs_beyond_the_first_page_of_the_api_count(client, pool):
+    this = begin(client, pool, "background", Pending(), Running())
+    urgent = begin(client, pool, "urgent", Scheduled(name="Late"))
+    for _ in range(201):
+        client.create_flow_run_from_deployment(urgent.deployment_id, state=Running())
+    client.update_work_queue(urgent.work_queue_id, concurrency_limit=201)
+    assert find_interruption(client, this, yields_to_urgent=True) is None
+    client.update_work_queue(urgent.work_queue_id, concurrency_limit=202)
+    for _ in range(200):
+        client.create_flow_run_from_deployment(this.deployment_id, state=Scheduled(name="Late"))
+    found = find_interruption(client, this, yields_to_urgent=True)
+    assert found.reason == f"gave way to the more urgent flow run {urgent.name!r}"
+
+
 def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrupted():
     """Ctrl-C and SIGTERM reach the main thread alone, which then waits for the tasks: the training went on to its end."""
     begun, has_ended, gives_up = threading.Event(), threading.Event(), threading.Event()
