@@ -18,7 +18,7 @@ from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, tries_before
+from prefect_torch.flows.monitoring.restarted import first_name_of, restarted_before, tries_before
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuAllocation
@@ -31,6 +31,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _DIGITS = 12  # of a digest, enough for a million runs below one flow run
 _PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 _calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
+_codes: dict[tuple[UUID | int | str, ...], list[list[str]]] = {}  # of the flows that are called, by try and calls
 
 
 def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
@@ -156,8 +157,8 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
     subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
-    call. Of a chain of restarts, it is made from the first flow run. Costs two requests for each flow above, and one for each
-    restart.
+    call. Of a chain of restarts, it is made from the first flow run. Edits of code and new names of flow runs change nothing.
+    Costs two requests for each flow above, one for each restart, and one to record the outermost flow run's name.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -165,21 +166,24 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
         within: The call from within a task; None if the flow was not called from one.
 
     """
-    root, calls = flow_run, []
+    root, calls, codes = flow_run, list[str](), list[str]()
     while root.parent_task_run_id is not None:
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
         key = within.key if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
-        calls.append(f"{call.task_key}/{key}")
+        calls.append(f"{root.flow_id}/{key}")
+        codes.append(call.task_key)
         root = client.read_flow_run(call.flow_run_id)
-    restart = Restart.of(root)
-    first_id, first_name = str(root.id), root.name
-    if restart is not None:
-        first_id, first_name = restarted_before(client, root)[-1], restart.first_name
+    first_id = [str(root.id), *restarted_before(client, root)][-1]
+    first_name = first_name_of(client, root)
     if not calls:
         return default_run_name(first_name, first_id)
-    return _name(first_name, _digest([first_id, *calls]))
+    # Prefect numbers the calls of each code, and two flows may have one name. The code itself changes from try to try.
+    known = _codes.setdefault((root.id, root.run_count, *calls), [])
+    if codes not in known:
+        known.append(codes)
+    return _name(first_name, _digest([first_id, *calls, *["another"] * known.index(codes)]))
 
 
 def name_of_flow_run() -> str:
@@ -199,7 +203,7 @@ def count_call_in_task() -> TaskCall | None:
     task_run = context.task_run
     _calls[task_run.id, task_run.run_count] += 1
     number = _calls[task_run.id, task_run.run_count]
-    return TaskCall(task_run.flow_run_id, f"{task_run.task_key}/{task_run.dynamic_key}/{number}")
+    return TaskCall(task_run.flow_run_id, f"{context.task.name}/{task_run.dynamic_key}/{number}")
 
 
 def restarted_by_this(run: RunConfig) -> tuple[str, ...]:

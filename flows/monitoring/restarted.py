@@ -76,3 +76,14 @@ def tries_before(client: SyncPrefectClient, outermost: UUID, call: str, this_try
         known = str(client.read_flow_run(outermost).labels.get(label, "")).split()
         client.update_flow_run_labels(outermost, {label: " ".join([*known, this])})
     return tuple(of_try.rpartition("/")[2] for of_try in known if not of_try.startswith(f"{this_try}/"))
+
+
+def first_name_of(client: SyncPrefectClient, outermost: FlowRun) -> str:
+    """Return the name that a flow run, or the first one that it restarts, had at the first call of this; one request then.
+
+    A flow's `flow_run_name` is evaluated again in each process, and a person may change the name in the UI.
+    """
+    if FIRST_NAME_LABEL not in outermost.labels:
+        with _recording:
+            client.update_flow_run_labels(outermost.id, {FIRST_NAME_LABEL: outermost.name})
+    return str(outermost.labels.get(FIRST_NAME_LABEL, outermost.name))

@@ -64,6 +64,47 @@ def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retrie
     assert len(set(names)) == len(names) == 5
 
 
+def test_neither_an_edit_nor_another_name_of_the_flow_run_changes_the_names_of_its_trainings(client):
+    """A new process reads the code again, and evaluates `flow_run_name` again."""
+    names = []
+
+    @flow(retries=1)
+    def pipeline():
+        if not names:
+
+            @flow(name="fit")
+            def fit():
+                return name_itself()
+
+        else:
+            client.update_flow_run(FlowRunContext.get().flow_run.id, name="renamed")
+
+            @flow(name="fit")
+            def fit():
+                edited = name_itself()
+                return edited  # noqa: RET504 - another code
+
+        @flow(name="fit")
+        def another_of_that_name():
+            return [name_itself()][0]
+
+        names.append([name_itself(), fit(), fit(), another_of_that_name()])
+        if len(names) == 1:
+            raise ValueError("once more")
+
+    pipeline()
+    assert names[0] == names[1]
+    assert len(set(names[0])) == 4
+
+
+def test_a_flow_run_that_is_renamed_keeps_the_name_of_its_training(client):
+    flow_run = begin(client, train_fn="trainings:train_epochs")
+    name = name_run(client, client.read_flow_run(flow_run.id))
+    assert name == default_run_name(flow_run.name, str(flow_run.id))
+    client.update_flow_run(flow_run.id, name="renamed")
+    assert name_run(client, client.read_flow_run(flow_run.id)) == name
+
+
 def test_a_flow_run_without_a_parent_is_named_after_itself(client):
     state = name_itself(return_state=True)
     flow_run = client.read_flow_run(state.state_details.flow_run_id)
