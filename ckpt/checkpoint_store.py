@@ -105,22 +105,29 @@ class CheckpointStore(Run):
     ) -> Plan[Manifest]:
         """Delete the checkpoints that `policy` does not keep, manifest first; the newest and pinned ones always stay.
 
+        While the run is trained, the checkpoint that its ranks restored stays, too; until it has completed, so do those whose
+        reports are not in the metric history yet. That costs a listing and two small reads, and for such a run a listing and
+        a read of the metric history.
+
         Returns the plan: the manifests of the deleted checkpoints, and the reasons why each other checkpoint is kept, by id.
 
         Args:
             policy: The retention policy.
             dry_run: Delete nothing; the plan has the manifests of the checkpoints that would be deleted.
-            in_use: Ids that must stay because a training restores from them.
-            up_to: Checkpoints newer than this id stay; None for no such limit.
+            in_use: Ids that must stay in addition.
+            up_to: Checkpoints newer than this id stay in addition; None for no such limit.
 
         Raises:
             StorageError: If a deletion failed. The other deletions were done, unless the storage no longer answers; the next
                 prune tries again.
+            UnsupportedFormatError: If a newer version trains the run.
 
         """
+        from prefect_torch.ckpt.runs.attempts.status import read_status  # noqa: PLC0415 - loaded only for a deletion
+        from prefect_torch.ckpt.runs.deletion.limits import prune_limits  # noqa: PLC0415 - as above
         from prefect_torch.ckpt.runs.deletion.pruning import prune  # noqa: PLC0415 - loaded only for a deletion
 
-        return prune(self, policy, dry_run=dry_run, in_use=in_use, up_to=up_to)
+        return prune(self, policy, prune_limits(self, read_status(self)).narrowed(in_use, up_to), dry_run=dry_run)
 
     def attach_metrics(self, checkpoint_id: str, metrics: Mapping[str, object], name: str = "eval") -> None:
         """Add metrics to a committed checkpoint; durable when this returns, and seen by every later `list`, `latest` and `get`.

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import next_number
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
+from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import open_storage
@@ -230,7 +232,8 @@ def _look_at_named(
     if chosen is None and initial is None and run.resume == "must":
         raise nothing_to_resume(store)
     path = _verified(initial, run) if chosen is None else store.path_of(chosen.id)
-    decided = store.prune(checkpoint.policy(), dry_run=True, in_use=() if chosen is None else (chosen.id,))
+    limits = PruneLimits(() if chosen is None else (chosen.id,))
+    decided = prune(store, checkpoint.policy(), limits, dry_run=True)
     planned = _plan_of_start(path, begins, decided.keep, tuple(manifest.id for manifest in decided.drop))
     freed_bytes = sum(manifest.total_bytes for manifest in decided.drop)
     kept = f"{len(decided.keep)} committed checkpoints stay, {len(decided.drop)} go: {show_bytes(freed_bytes)}"

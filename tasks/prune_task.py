@@ -9,7 +9,7 @@ from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSp
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
-from prefect_torch.ckpt.runs.deletion.limits import prune_limits
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits, prune_limits
 from prefect_torch.ckpt.runs.deletion.pruning import DeletionRefusedError, prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.tasks.options.storage import configured_storage
@@ -25,10 +25,8 @@ def prune_checkpoints(
     storage: StorageSpec | str,
     run: str,
     policy: RetentionPolicy,
-    in_use: tuple[str, ...] = (),
+    limits: PruneLimits | None = None,
     *,
-    up_to: str | None = None,
-    attempt: int | None = None,
     dry_run: bool = False,
     memory: ManifestMemory | None = None,
     garbage: bool = True,
@@ -39,10 +37,9 @@ def prune_checkpoints(
         storage: The storage of the run.
         run: The run's name.
         policy: The retention policy; the newest and pinned checkpoints are kept in any case.
-        in_use: Ids that are kept because a training restores from them.
-        up_to: Checkpoints newer than this id are kept; None for no such limit.
-        attempt: The attempt that prunes, which must not once it is overtaken; None outside of a training. Then, while the run
-            is trained, the checkpoint that its attempt restored and those that it has not recorded yet are kept in addition.
+        limits: The checkpoints that are kept whatever the policy decides, and the attempt that prunes, which must not once it
+            is overtaken. None outside of a training: while the run is trained, the checkpoint that its attempt restored and
+            those that it has not recorded yet are kept.
         dry_run: Only decide, and log the decision.
         memory: The manifests that earlier prunes have read.
         garbage: Whether to look for data that were never committed.
@@ -55,27 +52,25 @@ def prune_checkpoints(
     """
     logger = get_run_logger()
     store = replace(CheckpointStore.open(configured_storage(storage), run), memory=memory)
-    if attempt is not None:
-        check_fence(store, attempt)
-    else:
+    if limits is None:
         limits = prune_limits(store, read_status(store))
-        limits_up_to = [it for it in (up_to, limits.up_to) if it is not None]
-        in_use, up_to = (*in_use, *limits.in_use), min(limits_up_to, default=None)
+    if limits.attempt is not None:
+        check_fence(store, limits.attempt)
     with library_logs_in_run():
         try:
-            decided = prune(store, policy, dry_run=dry_run, in_use=in_use, up_to=up_to, attempt=attempt)
+            decided = prune(store, policy, limits, dry_run=dry_run)
         except DeletionRefusedError as exc:
-            if attempt is None:
+            if limits.attempt is None:
                 raise
             logger.warning(
                 "%s: all stay, and this attempt prunes no more; allow it to delete, or keep all by num_to_keep=None", exc
             )
-            decided = prune(store, policy, dry_run=True, in_use=in_use, up_to=up_to)
+            decided = prune(store, policy, limits, dry_run=True)
             return Plan(keep={**decided.keep, **{it.id: (REFUSED,) for it in decided.drop}}, drop=())
         if decided.drop and dry_run:
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list
-            level = logging.INFO if attempt is None else logging.DEBUG
+            level = logging.INFO if limits.attempt is None else logging.DEBUG
             logger.log(level, "pruned %d checkpoints of run %s, kept %d", len(decided.drop), run, len(decided.keep))
         if garbage and not dry_run:
             collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)

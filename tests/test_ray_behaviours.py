@@ -55,6 +55,7 @@ from prefect_torch.tasks.prepare import data_loader
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature
 from prefect_torch.tasks.training.restarts import Restarts, _failures_before
+from prunes import prune_as_leader
 from pydantic import ValidationError
 from ranks import Attempt, as_rank, folder, read_files
 from ray_behaviours import behaviour
@@ -715,7 +716,7 @@ def test_a_manifest_has_no_status(store, tmp_path):
 def kept(store, tmp_path, metrics, **policy):
     """Return the epochs of what a policy keeps of checkpoints with `metrics`."""
     commit(store, tmp_path, *({"epoch": epoch, **it} for epoch, it in enumerate(metrics)))
-    store.prune(CheckpointConfig(**policy).policy())
+    prune_as_leader(store, CheckpointConfig(**policy).policy())
     return epochs(store.list())
 
 
@@ -819,7 +820,7 @@ def test_what_awaits_its_evaluation_is_kept(store, tmp_path):
     config = {"num_to_keep": 1, "checkpoint_score_attribute": "eval/loss", "checkpoint_score_order": "min"}
     metrics = [{"eval": {"loss": 0.5}}, {}, {"eval": {"loss": 0.7}}]
     assert kept(store, tmp_path, metrics, **config, evaluation_timeout_s=600) == [0, 1, 2]
-    store.prune(CheckpointConfig(**config).policy())
+    prune_as_leader(store, CheckpointConfig(**config).policy())
     assert epochs(store.list()) == [0, 2]
 
 
@@ -841,7 +842,7 @@ def test_a_new_policy_ranks_old_checkpoints(store, tmp_path):
     policy = {"checkpoint_score_attribute": "loss", "checkpoint_score_order": "min"}
     assert kept(store, tmp_path, LOSSES, num_to_keep=3, **policy) == [0, 1, 3]
     Attempt(store)
-    store.prune(RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="max"))
+    prune_as_leader(store, RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="max"))
     assert epochs(store.list()) == [3]
 
 
@@ -863,7 +864,7 @@ def test_a_crash_while_pruning_leaves_whole_checkpoints(store, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "delete", stop_at_data)
         with pytest.raises(KeyboardInterrupt):
-            store.prune(RetentionPolicy(num_to_keep=1))
+            prune_as_leader(store, RetentionPolicy(num_to_keep=1))
     assert epochs(store.list()) == [1]
     store.verify(store.latest())
 

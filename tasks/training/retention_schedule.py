@@ -8,6 +8,7 @@ from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
@@ -105,9 +106,7 @@ class RetentionSchedule:
                     self._job.storage,
                     self._job.run,
                     self._policy,
-                    self._in_use,
-                    up_to=recorded,
-                    attempt=self._attempt,
+                    limits=PruneLimits(self._in_use, recorded, self._attempt),
                     memory=self._memory,
                     garbage=self._is_garbage_due(),
                 )

@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
 import torch  # noqa: E402 - here and below: found by the line above
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy  # noqa: E402
+from prunes import prune_as_leader  # noqa: E402
 from ranks import Attempt  # noqa: E402
 from result_file import spread, write_results  # noqa: E402
 
@@ -46,7 +47,7 @@ class Reports:
     def settle(self, prune=True):
         self.session.wait_for_commits()
         if prune:
-            self.store.prune(RetentionPolicy(1))
+            prune_as_leader(self.store, RetentionPolicy(1))
 
 
 def sync(path):

@@ -24,6 +24,8 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, re
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
+from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.history import HistoryWriter, lost_records
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank import main
@@ -203,5 +205,5 @@ def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
 
 
 def _prune(store, in_use, recorded) -> None:
-    store.prune(POLICY, in_use=in_use, up_to=recorded)
+    prune(store, POLICY, PruneLimits(in_use, recorded), dry_run=False)
     collect_garbage(store)

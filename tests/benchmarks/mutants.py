@@ -96,6 +96,8 @@ MUTANTS = [
         ("if status is None or (status.is_done and status.is_newest):", "if status is None:"),
         ("status.is_done and status.is_newest)", "status.is_done)"),
         ("if status.outcome is None else None", ""),
+        ("min((it for it in", "max((it for it in"),
+        ("(*self.in_use, *in_use)", "tuple(in_use)"),
         ("PruneLimits(() if restored is None else (restored,), newest_recorded(run))", "PruneLimits((), newest_recorded(run))"),
     ),
     *mutants_of(
@@ -119,7 +121,7 @@ MUTANTS = [
         "tests/ckpt/test_checkpoint_store.py tests/ckpt/runs/test_evaluations.py tests/ckpt/runs/test_quarantine.py",
         ("if manifest.id in pinned:", "if False:"),
         ("pinned=pinned, in_use=kept", "pinned=frozenset(), in_use=kept"),
-        ("in_use=kept, up_to=up_to", "in_use=kept, up_to=None"),
+        ("in_use=kept, up_to=limits.up_to", "in_use=kept, up_to=None"),
         ("if dry_run or not decided.drop:", "if not decided.drop:"),
         ("[*gone, *attached, ", "[*gone, "),
     ),
@@ -355,7 +357,7 @@ MUTANTS = [
         "tests/ckpt/reporting/test_reports.py -k brings_nothing",
         ("agreement.checkpoint_id is not None and intent.upload is None", "False"),
     ),
-    *mutants_of("tasks/prune_task.py", "tests/tasks/test_prune_task.py", ("check_fence(store, attempt)", "pass")),
+    *mutants_of("tasks/prune_task.py", "tests/tasks/test_prune_task.py", ("check_fence(store, limits.attempt)", "pass")),
     *mutants_of(
         "ckpt/runs/deletion/pruning.py",
         "tests/tasks/test_prune_task.py",
@@ -386,8 +388,13 @@ MUTANTS = [
     *mutants_of(
         "tasks/prune_task.py",
         "tests/flows/test_pruning.py",
-        ("min(limits_up_to, default=None)", "None"),
-        ("(*in_use, *limits.in_use)", "in_use"),
+        ("limits = prune_limits(store, read_status(store))", "limits = PruneLimits()"),
+    ),
+    *mutants_of(
+        "ckpt/checkpoint_store.py",
+        "tests/ckpt/runs/test_prune_limits.py",
+        (".narrowed(in_use, up_to)", ""),
+        ("prune_limits(self, read_status(self)).narrowed", "prune_limits(self, None).narrowed"),
     ),
 ]
 

@@ -69,6 +69,7 @@ from prefect_torch.ckpt.runs.manifest import (  # noqa: E402
 from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage  # noqa: E402
 from prefect_torch.ckpt.text import utc_now  # noqa: E402
+from prunes import prune_as_leader  # noqa: E402
 from result_file import write_results  # noqa: E402
 
 DIGEST = "0" * 32
@@ -135,8 +136,8 @@ def operations(store):
     extra = new_id(newest_attempt(store).number, 2 * 10**7 + 1)
     put_manifest(store, extra, 2 * 10**7 + 1, (), 5.0)
     put_manifest(store, new_id(newest_attempt(store).number, 2 * 10**7 + 2), 2 * 10**7 + 2, (), 6.0)
-    yield "next prune", lambda: replace(store, memory=memories[0]).prune(POLICY)
-    yield "prune", lambda: store.prune(POLICY)
+    yield "next prune", lambda: prune_as_leader(replace(store, memory=memories[0]), POLICY)
+    yield "prune", lambda: prune_as_leader(store, POLICY)
     yield "garbage", lambda: collect_garbage(store)
     yield "result", lambda: Result.from_storage(store.storage, "run")
 

@@ -32,6 +32,7 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.machine import scratch
+from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 
 
@@ -501,7 +502,7 @@ def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path
 def test_a_pruned_checkpoint_is_not_found_by_run_and_id(remote, tmp_path):
     old = commit(remote, tmp_path, model="x")
     commit(remote, tmp_path, model="y")
-    remote.prune(RetentionPolicy(1))
+    prune_as_leader(remote, RetentionPolicy(1))
     with pytest.raises(CheckpointNotFoundError):
         old.set_metadata({"a": 1})
     assert remote.get_json(remote.layout.metadata(old.id)) is None

@@ -30,6 +30,7 @@ from prefect_torch.ckpt.runs.history import (
 )
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 from wrapped_storage import WrappedStorage
 
@@ -202,10 +203,10 @@ def test_an_older_lineage_is_not_resumed(store, tmp_path):
 def test_pinned_checkpoints_survive_a_prune_until_they_are_unpinned(store, tmp_path):
     first, second, _ = fill(store, tmp_path, 1, 2, 3)
     store.pin(first.id)
-    assert [manifest.id for manifest in store.prune(RetentionPolicy(1), dry_run=True).drop] == [second.id]
-    assert store.prune(RetentionPolicy(1)).keep[first.id] == ("pinned",)
+    assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1), dry_run=True).drop] == [second.id]
+    assert prune_as_leader(store, RetentionPolicy(1)).keep[first.id] == ("pinned",)
     store.unpin(first.id)
-    assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [first.id]
+    assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1)).drop] == [first.id]
 
 
 def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tmp_path):
@@ -253,7 +254,7 @@ def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, 
             store.storage.put_bytes(f"{store.layout.pins}{manifests[1].id}.json", b"{}")  # as version 0.1 writes it
 
     monkeypatch.setattr(type(store.storage), "delete", watched)
-    decided = store.prune(RetentionPolicy(1))
+    decided = prune_as_leader(store, RetentionPolicy(1))
     assert len(marks) == 1
     assert decided.drop == (manifests[0], manifests[2])
     assert decided.keep[manifests[1].id] == ("pinned",)
@@ -275,14 +276,14 @@ def test_pinning_what_does_not_exist_is_not_found(store):
 
 def test_a_dry_run_only_decides(store, tmp_path):
     fill(store, tmp_path, 1, 2, 3)
-    assert len(store.prune(RetentionPolicy(1), dry_run=True).drop) == 2
+    assert len(prune_as_leader(store, RetentionPolicy(1), dry_run=True).drop) == 2
     assert len(store.list()) == 3
 
 
 def test_a_prune_removes_manifest_data_and_metadata(store, tmp_path):
     manifests = fill(store, tmp_path, 1, 2)
     store.checkpoint(manifests[0]).set_metadata({"a": 1})
-    store.prune(RetentionPolicy(1))
+    prune_as_leader(store, RetentionPolicy(1))
     keys = [info.key for info in store.storage.list("run/")]
     assert not [key for key in keys if manifests[0].id in key]
 
@@ -300,7 +301,7 @@ def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_pat
     monkeypatch.setattr(type(store.storage), "delete", failing)
     expected = f"1 of 3 checkpoints of run 'run' could not be deleted, {manifests[0].id} first: .*; the next prune tries again$"
     with pytest.raises(StorageError, match=expected):
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
     assert [manifest.id for manifest in store.list()] == [manifests[0].id, manifests[3].id]
 
 
@@ -314,7 +315,7 @@ def test_a_prune_gives_up_on_a_storage_that_does_not_answer(store, tmp_path, mon
 
     monkeypatch.setattr(type(store.storage), "delete", failing)
     with pytest.raises(StorageError, match=f"5 of 5 checkpoints of run 'run' could not be deleted, {manifests[0].id} first"):
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
     assert len(tried) == tries
 
 
@@ -512,7 +513,7 @@ def test_what_a_killed_leader_did_not_store_is_known_from_manifests_once(store, 
         after.append(record)
     after.flush()
     assert newest_recorded(store) == third.id
-    store.prune(RetentionPolicy(1))
+    prune_as_leader(store, RetentionPolicy(1))
     assert [record.step for record in read_history(store)] == [0, 1, 2]
     write_outcome(store, Outcome(1, "failed"))  # which says nothing of its last records: the storage may have been away
     (again,) = lost_records(store, list(store.listed()), attempt=3)
@@ -529,10 +530,10 @@ def test_a_prune_deletes_nothing_that_a_link_in_a_checkpoint_leads_to(store, tmp
     sub.rename(tmp_path / "scratch")
     sub.symlink_to(tmp_path / "scratch")
     with pytest.raises(StorageError, match=rf"{first.id}/sub leads out of the storage .* to .*/scratch"):
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
     assert [path.name for path in sub.parent.iterdir()] == ["sub"]
     assert (tmp_path / "scratch/model").read_text() == "same"
-    assert store.prune(RetentionPolicy(1)).keep.keys() == {second.id}
+    assert prune_as_leader(store, RetentionPolicy(1)).keep.keys() == {second.id}
 
 
 @pytest.mark.parametrize("place", ["", "sub"])
@@ -547,7 +548,7 @@ def test_a_prune_removes_a_link_to_another_runs_checkpoint_and_keeps_its_files(s
     link = stored(store, first, place) if place else stored(store, first, "a").parent
     shutil.rmtree(link)
     link.symlink_to(stored(other, theirs, place) if place else stored(other, theirs, "a").parent)
-    assert store.prune(RetentionPolicy(1)).drop == (first,)
+    assert prune_as_leader(store, RetentionPolicy(1)).drop == (first,)
     other.verify(theirs)
     assert not any(store.storage.list(store.layout.data(first.id)))
     assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == [second.id]
@@ -555,8 +556,8 @@ def test_a_prune_removes_a_link_to_another_runs_checkpoint_and_keeps_its_files(s
 
 def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
     first, second, _ = fill(store, tmp_path, 1, 2, 3)
-    assert store.prune(RetentionPolicy(1), up_to="", dry_run=True).drop == ()
-    decided = store.prune(RetentionPolicy(1), up_to=first.id)
+    assert prune_as_leader(store, RetentionPolicy(1), up_to="", dry_run=True).drop == ()
+    decided = prune_as_leader(store, RetentionPolicy(1), up_to=first.id)
     assert (decided.drop, decided.keep[second.id]) == ((first,), ("recent",))
 
 
@@ -595,7 +596,7 @@ def test_a_manifest_that_is_refused_for_ever_ends_no_prune_and_is_not_deleted(ca
     refusing = Refusing(store.storage, error, store.layout.manifest(first.id))
     training = replace(CheckpointStore.open(refusing, "run"), memory=ManifestMemory())
     for _ in range(2):
-        training.prune(RetentionPolicy(1))
+        prune_as_leader(training, RetentionPolicy(1))
     assert refusing.fired == 1
     assert store.list() == [first, third]
     assert CheckpointStore.open(refusing, "run").list() == [third]

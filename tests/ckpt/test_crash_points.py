@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage
+from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 
 POLICY = RetentionPolicy(2, "score")
@@ -147,7 +148,7 @@ def test_a_fault_that_passes_at_any_operation_is_not_noticed(tmp_path, error, af
         faulty = FaultyStorage(MemoryStorage(), number, after=after, error=error)
         store = open_run(RetryingStorage(lambda faulty=faulty: faulty, RetryPolicy(60, 0, 0)))
         assert report(store, tmp_path, [1, 2, 3], world_size=2) == [None, None]
-        store.prune(POLICY)
+        prune_as_leader(store, POLICY)
         collect_garbage(store)
         assert [manifest.metrics["score"] for manifest in check_whole(store, 2)] == [2, 3]
         fired += faulty.fired
@@ -165,12 +166,12 @@ def test_a_crash_at_any_operation_of_a_prune_keeps_every_good_checkpoint(tmp_pat
         return storage
 
     fired = 0
-    for faulty in crash_points(prepare, lambda faulty: open_run(faulty).prune(POLICY)):
+    for faulty in crash_points(prepare, lambda faulty: prune_as_leader(open_run(faulty), POLICY)):
         fired += faulty.fired
         store = open_run(faulty.inner)
         left = {manifest.metrics["score"] for manifest in check_whole(store)}
         assert {5, 4, 3} <= left
-        store.prune(POLICY)
+        prune_as_leader(store, POLICY)
         collect_garbage(store, grace_s=0)
         assert {manifest.metrics["score"] for manifest in check_whole(store)} == {5, 4, 3}
         data = {info.key.split("/")[2] for info in faulty.inner.list("run/checkpoints/")}

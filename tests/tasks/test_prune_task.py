@@ -7,13 +7,15 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion import marks
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
 from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from ranks import Attempt, folder
 
 
 def prune(store, attempt, num_to_keep=1):
+    limits = None if attempt is None else PruneLimits(attempt=attempt)
     with disable_run_logger():
-        return prune_checkpoints.fn(store.spec, "run", RetentionPolicy(num_to_keep), attempt=attempt)
+        return prune_checkpoints.fn(store.spec, "run", RetentionPolicy(num_to_keep), limits)
 
 
 def test_an_overtaken_attempt_deletes_nothing(tmp_path):

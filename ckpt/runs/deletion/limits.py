@@ -1,6 +1,7 @@
 """The checkpoints that a prune keeps whatever a policy decides, since the newest attempt may need them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
@@ -16,11 +17,18 @@ class PruneLimits:
         in_use: The ids that ranks restore.
         up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
             None sets no such limit.
+        attempt: The attempt that prunes, which deletes nothing once it is overtaken; None for another process.
 
     """
 
     in_use: tuple[str, ...] = ()
     up_to: str | None = None
+    attempt: int | None = None
+
+    def narrowed(self, in_use: Iterable[str], up_to: str | None) -> "PruneLimits":
+        """Return limits that keep the checkpoints `in_use`, and those newer than `up_to`, in addition."""
+        up_to = min((it for it in (self.up_to, up_to) if it is not None), default=None)
+        return replace(self, in_use=(*self.in_use, *in_use), up_to=up_to)
 
 
 def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:

@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_eva
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
+from .limits import PruneLimits
 from .links import without_targets
 from .marks import DeletionMark, marked
 
@@ -25,22 +26,14 @@ class DeletionRefusedError(StorageError):
 MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
 
 
-def prune(
-    run: Run,
-    policy: RetentionPolicy,
-    *,
-    dry_run: bool,
-    in_use: tuple[str, ...],
-    up_to: str | None,
-    attempt: int | None = None,
-) -> Plan[Manifest]:
-    """Delete what `policy` drops; see `CheckpointStore.prune`.
+def prune(run: Run, policy: RetentionPolicy, limits: PruneLimits, *, dry_run: bool) -> Plan[Manifest]:
+    """Delete what `policy` drops, within `limits`; see `CheckpointStore.prune`.
 
-    If `attempt` is given, it is the one that prunes. It deletes nothing once a newer attempt owns the run, which is checked
-    before the first deletion and every ten minutes.
+    An attempt that prunes deletes nothing once a newer one owns the run, which is checked before the first deletion and every
+    ten minutes.
 
     Raises:
-        FencedError: If a newer attempt than `attempt` owns the run.
+        FencedError: If a newer attempt than that of `limits` owns the run.
         StorageError: If a deletion failed; a DeletionRefusedError if the storage refuses all.
 
     """
@@ -49,14 +42,14 @@ def prune(
         run.memory.forget_all_but([it.id for it in listed])
     overdue = overdue_evaluations(manifests, policy, datetime.now(timezone.utc))
     attached = {it.id: it.evaluations for it in listed}
-    kept = (*in_use, *_with_hidden_scores(run, manifests, attached, policy))
+    kept = (*limits.in_use, *_with_hidden_scores(run, manifests, attached, policy))
     pinned = run.pinned()
     with no_collection():
-        decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=up_to, overdue=overdue)
+        decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=limits.up_to, overdue=overdue)
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:
-        stayed = _delete_all(run, decided.drop, attached, mark, attempt)
+        stayed = _delete_all(run, decided.drop, attached, mark, limits.attempt)
     return Plan(
         keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),

@@ -41,6 +41,7 @@ from prefect_torch.ckpt.storage.machine import mounts
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport
+from prunes import prune_as_leader
 from ranks import Attempt, as_rank, folder, read_files
 from small_disk import mounted
 
@@ -486,7 +487,7 @@ def test_a_bucket_that_acknowledges_more_than_it_has_fails_the_report_and_no_pru
     session.report({}, folder(tmp_path / "0", model="good"), upload=upload)
     with pytest.raises(CommitFailedError, match=r"memory has acknowledged 4 bytes of run/.*/model, and has 1: it loses"):
         report_twice()
-    store.prune(RetentionPolicy(num_to_keep=1))
+    prune_as_leader(store, RetentionPolicy(num_to_keep=1))
     assert read_files(store.checkpoint(store.latest())) == {"model": b"good"}
 
 

@@ -25,6 +25,7 @@ from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows import CheckpointConfig
+from prunes import prune_as_leader
 from ranks import Attempt, folder
 from wrapped_storage import WrappedStorage
 
@@ -74,7 +75,7 @@ def test_attached_metrics_are_seen_wherever_a_checkpoint_is_read_and_ranked(any_
     assert list(store.ids()) == [first, second, third]
     assert list(store.ids(after=first)) == [second, third]
     assert store.checkpoint(store.get(second)).metrics["eval"]["accuracy"] == 0.9
-    assert [manifest.id for manifest in store.prune(RetentionPolicy(1, "eval/accuracy")).drop] == [first]
+    assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1, "eval/accuracy")).drop] == [first]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
     assert store.get(second).metrics["eval"]["accuracy"] == 0.9
 
@@ -131,7 +132,7 @@ def test_a_checkpoint_that_is_pruned_while_metrics_are_attached_leaves_nothing(t
 
     class Pruning(FaultyStorage):
         def put_bytes(self, key, data):
-            store.prune(RetentionPolicy(1))
+            prune_as_leader(store, RetentionPolicy(1))
             self.inner.put_bytes(key, data)
 
     with pytest.raises(CheckpointNotFoundError, match="was pruned while it was evaluated"):
@@ -187,7 +188,7 @@ def test_a_damaged_evaluation_is_left_out_and_the_checkpoint_is_as_good_as_ever(
     store.attach_metrics(first, {"accuracy": 1})  # evaluated again, it is whole
     assert store.get(first).metrics["eval"] == {"accuracy": 1}
     store.storage.put_bytes(key, b"")
-    assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [first]
+    assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1)).drop] == [first]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
 
 
@@ -197,9 +198,9 @@ def test_the_best_checkpoint_stays_though_its_evaluation_cannot_be_read(store, t
         store.attach_metrics(checkpoint_id, {"accuracy": accuracy})
     key = store.layout.evaluation(first, "eval")
     store.storage.put_bytes(key, store.storage.get_bytes(key).replace(b"0.9", b"0.8"))
-    assert store.prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
+    assert prune_as_leader(store, RetentionPolicy(1, "eval/accuracy")).drop == ()
     assert f"checkpoint {first} of run 'run' stays, whatever its score: evaluate it again as 'eval'" in caplog.text
-    assert [it.id for it in store.prune(RetentionPolicy(1, "other/accuracy")).drop] == [first]
+    assert [it.id for it in prune_as_leader(store, RetentionPolicy(1, "other/accuracy")).drop] == [first]
 
 
 class HalfWritten(WrappedStorage):
@@ -223,7 +224,7 @@ def test_a_prune_that_reads_an_evaluation_while_it_is_written_keeps_the_checkpoi
     store.attach_metrics(second, {"accuracy": 0.1})
     writing = HalfWritten(store.storage, store.layout.evaluation(first, "eval"))
     retrying = RetryingStorage(lambda: writing, RetryPolicy(30, 0.01, 0.01), writing)
-    assert open_run(retrying).prune(RetentionPolicy(1, "eval/accuracy")).drop == ()
+    assert prune_as_leader(open_run(retrying), RetentionPolicy(1, "eval/accuracy")).drop == ()
     assert writing.left == 0
 
 
@@ -240,7 +241,7 @@ def test_what_somebody_else_left_beside_manifests_is_neither_read_nor_deleted(st
     for key in foreign:
         store.storage.put_bytes(key, json.dumps({"body": {}}).encode())
     assert [manifest.evaluations for manifest in store.list()] == [(), ()]
-    store.prune(RetentionPolicy(1))
+    prune_as_leader(store, RetentionPolicy(1))
     collect_garbage(store, grace_s=0)
     assert {info.key for info in store.storage.list("run/manifests/")} == {*foreign, store.layout.manifest(second)}
 
@@ -282,11 +283,11 @@ def test_a_crash_at_any_operation_of_a_prune_leaves_no_evaluation_behind_that_th
         return store.storage
 
     fired = 0
-    for faulty in crash_points(prepare, lambda faulty: open_run(faulty).prune(RetentionPolicy(1))):
+    for faulty in crash_points(prepare, lambda faulty: prune_as_leader(open_run(faulty), RetentionPolicy(1))):
         fired += faulty.fired
         store = open_run(faulty.inner)
         assert all(manifest.evaluations == ("eval", "other") for manifest in store.list())
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
         collect_garbage(store, grace_s=0)
         (left,) = store.list()
         assert left.metrics == {"loss": 3, "eval": {"accuracy": 0.5}, "other": {"bleu": 1}}
@@ -331,7 +332,7 @@ def test_logs_of_evaluations_go_with_the_checkpoints_that_a_prune_deletes(any_st
         store.attach_metrics(checkpoint_id, {"accuracy": 1})
     logs = {it: {log_of(store, it), log_of(store, it, "other")} for it in (first, second, third)}
     store.pin(first)
-    assert [it.id for it in store.prune(RetentionPolicy(1)).drop] == [second]
+    assert [it.id for it in prune_as_leader(store, RetentionPolicy(1)).drop] == [second]
     assert evaluation_logs(store) == logs[first] | logs[third]
 
 
@@ -342,7 +343,7 @@ def test_logs_of_evaluations_that_a_prune_could_not_know_of_are_garbage(store, t
     log_of(store, first)
     for key in kept - {log_of(store, second)}:
         store.storage.put_bytes(key, b"")
-    store.prune(RetentionPolicy(1))
+    prune_as_leader(store, RetentionPolicy(1))
     collect_garbage(store, grace_s=0)
     assert evaluation_logs(store) == kept
 
@@ -358,7 +359,7 @@ def test_a_run_that_is_not_evaluated_pays_nothing(store, tmp_path):
 
     assert cost(lambda it: it.list()) == {"list": 1, "get_bytes": 3}
     assert cost(lambda it: it.latest()) == {"list": 1, "get_bytes": 2}
-    assert cost(lambda it: it.prune(RetentionPolicy(5))) == {"list": 2, "get_bytes": 3}
+    assert cost(lambda it: prune_as_leader(it, RetentionPolicy(5))) == {"list": 2, "get_bytes": 3}
     assert cost(lambda it: it.get(first)) == {"list": 1, "get_bytes": 1}
     assert cost(lambda it: it.attach_metrics(first, {"a": 1})) == {"get_bytes": 1, "put_bytes": 1, "size": 1}
     assert cost(lambda it: it.list()) == {"list": 1, "get_bytes": 4}
@@ -435,10 +436,10 @@ def test_settings_from_before_there_were_timeouts_are_a_policy():
 
 def test_a_prune_protects_by_the_clock_and_ranks_by_what_was_attached(store, tmp_path):
     first, second, third, fourth = fill(store, tmp_path, 1, 2, 3, 4)
-    assert store.prune(BY_ACCURACY).drop == ()
+    assert prune_as_leader(store, BY_ACCURACY).drop == ()
     store.attach_metrics(first, {"accuracy": 0.9})
     store.attach_metrics(second, {"accuracy": 0.1})
-    decided = store.prune(BY_ACCURACY)
+    decided = prune_as_leader(store, BY_ACCURACY)
     assert [manifest.id for manifest in decided.drop] == [second]
     assert decided.keep == {
         first: ("best",),
@@ -446,4 +447,4 @@ def test_a_prune_protects_by_the_clock_and_ranks_by_what_was_attached(store, tmp
         fourth: ("latest", "awaiting evaluation"),
     }
     at_once = RetentionPolicy(1, "eval/accuracy", evaluation_timeout_s=0)
-    assert [manifest.id for manifest in store.prune(at_once).drop] == [third]
+    assert [manifest.id for manifest in prune_as_leader(store, at_once).drop] == [third]

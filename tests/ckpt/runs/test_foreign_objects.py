@@ -23,6 +23,7 @@ from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
+from prunes import prune_as_leader
 
 STORED = Path(__file__).parents[2] / "support/stored_run_of_0_1"
 FIRST, SECOND, THIRD = COMMITTED = GOOD = ("000001-00000000-08df6443", "000001-00000001-fd76df3f", "000002-00000002-3daffd56")
@@ -109,7 +110,7 @@ def look(store):
     assert {it.id for it in store.list()} >= set(GOOD)
     assert store.latest().id == THIRD
     assert {it.id for it in store.best(5, "loss", "min")} >= set(GOOD)
-    assert {it.id for it in store.prune(RetentionPolicy(1, "loss", "min"), dry_run=True).drop} <= set(COMMITTED)
+    assert {it.id for it in prune_as_leader(store, RetentionPolicy(1, "loss", "min"), dry_run=True).drop} <= set(COMMITTED)
     entries = (
         lambda: choose_checkpoint(store, lineage=1, verify="size"),
         lambda: choose_checkpoint(store, lineage=2, verify="none"),
@@ -240,7 +241,7 @@ def test_junk_everywhere_at_once_is_left_where_it_is(store, capsys):
     before = objects(store)
     look(store)
     look_from_a_terminal(store)
-    dropped = {it.id for it in store.prune(RetentionPolicy(1, "loss", "min")).drop}
+    dropped = {it.id for it in prune_as_leader(store, RetentionPolicy(1, "loss", "min")).drop}
     collect_garbage(store, grace_s=-(10**9))
     with suppress(CheckpointError):
         claim_attempt(store, Owner.current(), world_size=1)
@@ -305,7 +306,7 @@ def test_a_path_that_leads_elsewhere_is_no_path_of_a_file(store, path):
     body["files"][0]["path"] = path
     store.storage.put_bytes(key, seal(body))
     assert [it.id for it in store.list()] == [SECOND, THIRD]
-    assert FIRST not in {it.id for it in store.prune(RetentionPolicy(1)).drop}
+    assert FIRST not in {it.id for it in prune_as_leader(store, RetentionPolicy(1)).drop}
 
 
 def test_a_start_passes_over_a_path_that_is_too_long_for_a_file(tmp_path):

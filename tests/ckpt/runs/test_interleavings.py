@@ -28,6 +28,7 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.runs.quarantine import quarantine
+from prunes import prune_as_leader
 from ranks import Attempt, folder
 from wrapped_storage import READS, WrappedStorage
 
@@ -117,7 +118,7 @@ class Leader:
                 self.fenced = True
                 return
             self.committed.append(session._last_step)
-            self.store.prune(POLICY, in_use=() if self.attempt.restored is None else (self.attempt.restored.id,))
+            prune_as_leader(self.store, POLICY, in_use=() if self.attempt.restored is None else (self.attempt.restored.id,))
             collect_garbage(self.store)
 
 
@@ -255,7 +256,7 @@ def is_whole(store, manifest):
 def test_a_pin_that_returned_holds_whoever_prunes():
     ends = Counter()
     for store, manifests, pinned, pruned in every_order(
-        lambda store, manifests: store.pin(manifests[0].id), lambda store, _: store.prune(POLICY)
+        lambda store, manifests: store.pin(manifests[0].id), lambda store, _: prune_as_leader(store, POLICY)
     ):
         was_pinned = pinned is None
         assert was_pinned or isinstance(pinned, CheckpointNotFoundError)
@@ -274,7 +275,7 @@ def test_a_pin_that_gives_way_takes_nobody_elses_along():
         lambda store, manifests: store.pin(manifests[0].id), lambda store, manifests: store.pin(manifests[0].id)
     ):
         assert (one, other) == (None, None)
-        store.prune(POLICY)
+        prune_as_leader(store, POLICY)
         assert is_whole(store, manifests[0])
         store.unpin(manifests[0].id)
         assert store.pinned() == frozenset()
@@ -310,7 +311,7 @@ def test_the_latest_is_never_none_while_checkpoints_are_pruned_and_committed():
     def train_on(store, _):
         for step in (3, 4):
             commit(store, step)
-            store.prune(POLICY)
+            prune_as_leader(store, POLICY)
 
     steps = Counter()
     for _, _, latest, _ in every_order(look, train_on):

@@ -19,6 +19,7 @@ from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_inde
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import Result
+from prunes import prune_as_leader
 
 
 @pytest.fixture
@@ -74,9 +75,9 @@ def test_a_prune_goes_by_the_index_and_what_it_deletes_is_gone(store, manifests,
     repair(store)
     counting.taken()
     policy = RetentionPolicy(2 * FEW, "loss", "max")
-    assert store.prune(policy, dry_run=True).drop == tuple(manifests[2 * FEW : -1])
+    assert prune_as_leader(store, policy, dry_run=True).drop == tuple(manifests[2 * FEW : -1])
     assert counting.taken() == {"list": 4, "get_bytes": 1}  # one confirms that there are no pins
-    store.prune(policy)
+    prune_as_leader(store, policy)
     assert store.list() == [*manifests[: 2 * FEW], manifests[-1]]
 
 
@@ -192,7 +193,7 @@ def test_a_training_that_keeps_few_checkpoints_has_no_index(store):
     writer = IndexWriter(store)
     for step in range(2 * FEW):
         is_due = writer.add(commit(store, step).id)
-        store.prune(RetentionPolicy(3))
+        prune_as_leader(store, RetentionPolicy(3))
         if is_due:
             writer.write()
     assert segments(store) == []

@@ -33,6 +33,7 @@ from prefect_torch.ckpt.state.index import StateIndex
 from prefect_torch.ckpt.storage.records import MAX_DEPTH, parse, seal, unseal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
+from prunes import prune_as_leader
 from ranks import Attempt, folder
 
 STORED = Path(__file__).parents[2] / "support/stored_run_of_0_1"
@@ -83,7 +84,7 @@ def test_a_run_of_version_0_1_goes_on(store, tmp_path):
     writer.close()
     assert (attempt.number, newest.parent) == (3, THIRD)
     assert [it.step for it in Result.from_storage(store.storage.url, "run").history] == [0, 1, 2, 3, 2, 3]
-    assert store.prune(RetentionPolicy(1, "loss", "min")).drop[0].id == FIRST
+    assert prune_as_leader(store, RetentionPolicy(1, "loss", "min")).drop[0].id == FIRST
 
 
 def test_what_is_written_is_byte_for_byte_what_version_0_1_wrote(store):
@@ -175,7 +176,7 @@ def test_nothing_of_a_newer_format_is_taken_for_damage_or_ever_deleted(store, ca
     key = change(store, what, format=2)
     claim_long_after(store)
     before = objects(store)
-    dropped = {manifest.id for manifest in store.prune(RetentionPolicy(1, "loss", "min")).drop}
+    dropped = {manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1, "loss", "min")).drop}
     collect_garbage(store, grace_s=-AGES)
     everything(store)
     lost = before.keys() - objects(store).keys()

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.reserve import give_up_space, keep_space
 from prefect_torch.ckpt.storage.local_files import reserve
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prunes import prune_as_leader
 from ranks import Attempt, folder
 from small_disk import mounted
 
@@ -49,7 +50,7 @@ def full_run(request, tmp_path):
 
 
 def test_a_prune_frees_a_full_disk(full_run):
-    decided = full_run.prune(RetentionPolicy(num_to_keep=1))
+    decided = prune_as_leader(full_run, RetentionPolicy(num_to_keep=1))
     assert len(decided.drop) == 3
     assert [manifest.step for manifest in full_run.list()] == [3]
 
@@ -59,7 +60,7 @@ def test_a_restart_claims_a_run_on_a_full_disk_and_prunes_it(full_run):
     record_resumed_from(full_run, attempt, full_run.path_of(full_run.latest().id))
     assert [it.number for it in list_attempts(full_run)] == [1, 2]
     assert 0 < len(parts(full_run)) < NUM_PARTS
-    assert len(full_run.prune(RetentionPolicy(num_to_keep=1)).drop) == 3
+    assert len(prune_as_leader(full_run, RetentionPolicy(num_to_keep=1)).drop) == 3
 
 
 def test_a_disk_is_not_filled_by_the_reserve(tmp_path):
@@ -86,12 +87,12 @@ def test_parts_are_given_up_until_the_record_is_stored_and_the_error_is_raised_a
 
     monkeypatch.setattr(LocalStorage, "put_bytes", put_with_parts)
     left = NUM_PARTS - 2
-    assert len(store.prune(RetentionPolicy(num_to_keep=2)).drop) == 1
+    assert len(prune_as_leader(store, RetentionPolicy(num_to_keep=2)).drop) == 1
     assert refused == ["deletions"] * 2
     assert len(parts(store)) == NUM_PARTS
     left = -1
     with pytest.raises(StorageError, match=r"1 of 1 checkpoints .*; the next prune tries again"):
-        store.prune(RetentionPolicy(num_to_keep=1))
+        prune_as_leader(store, RetentionPolicy(num_to_keep=1))
     assert parts(store) == []
     assert len(store.list()) == 2
 

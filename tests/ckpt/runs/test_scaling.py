@@ -25,6 +25,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_re
 from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.parallel import read_all
+from prunes import prune_as_leader
 from ranks import folder
 from storage_contract import StorageContract
 
@@ -83,11 +84,11 @@ def test_a_prune_after_a_commit_reads_only_what_is_new(many):
     store, manifests, counting = many
     policy = RetentionPolicy(1, "loss", "min", keep_every_n_steps=2)
     training = replace(store, memory=ManifestMemory())
-    assert len(training.prune(policy).drop) == len(manifests) // 2 - 1  # of the odd ones, the newest is the best
+    assert len(prune_as_leader(training, policy).drop) == len(manifests) // 2 - 1  # of the odd ones, the newest is the best
     counting.taken()
     newest = commit(store, 5000, loss=-1)
     counting.taken()
-    decided = training.prune(policy)
+    decided = prune_as_leader(training, policy)
     assert decided.keep[newest.id] == ("latest", "best", "every")
     assert decided.drop == (manifests[-1],)
     # A listing of pins before the mark, which is empty, so that another request confirms it, and one after it. The mark is put,
@@ -99,9 +100,9 @@ def test_a_manifest_that_is_remembered_exists_only_while_it_is_listed(many):
     store, manifests, _ = many
     training = replace(store, memory=ManifestMemory())
     assert training.list() == manifests
-    store.prune(RetentionPolicy(3))
+    prune_as_leader(store, RetentionPolicy(3))
     assert training.list() == manifests[-3:]
-    training.prune(RetentionPolicy(3))
+    prune_as_leader(training, RetentionPolicy(3))
     assert [training.memory.recall(it.id) is not None for it in manifests[-4:]] == [False, True, True, True]
 
 

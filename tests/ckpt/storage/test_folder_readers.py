@@ -12,6 +12,7 @@ import torch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 
 
@@ -36,7 +37,7 @@ def data_of(store, checkpoint):
 @pytest.mark.parametrize("include", [None, "other"])
 def test_a_prune_leaves_the_files_of_a_reader_until_it_has_finished(store, old, include):
     with old.as_directory(include=include) as directory:
-        assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [old.id]
+        assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1)).drop] == [old.id]
         assert collect_garbage(store) == []
         assert (Path(directory) / "other").read_text() == "same"
         assert old.id not in store.ids()
@@ -58,7 +59,7 @@ def test_a_prune_deletes_where_a_file_that_was_opened_for_writing_is_refused_at_
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "close", refuse)
-    assert [manifest.id for manifest in store.prune(RetentionPolicy(1)).drop] == [old.id]
+    assert [manifest.id for manifest in prune_as_leader(store, RetentionPolicy(1)).drop] == [old.id]
     assert refused
     assert data_of(store, old) == []
 
@@ -72,7 +73,7 @@ def test_a_state_is_loaded_whole_though_it_is_pruned_meanwhile(store, monkeypatc
 
     def prune_first(self, *args):
         if not pruned:
-            pruned.extend(store.prune(RetentionPolicy(1)).drop)
+            pruned.extend(prune_as_leader(store, RetentionPolicy(1)).drop)
         return read(self, *args)
 
     monkeypatch.setattr(LocalStorage, "get_range", prune_first)
@@ -97,7 +98,7 @@ def test_a_reader_that_was_killed_keeps_nothing(store, old):
     reader = processes.Process(target=_read, args=(old.path, started))
     reader.start()
     assert started.wait(20)
-    store.prune(RetentionPolicy(1))
+    prune_as_leader(store, RetentionPolicy(1))
     assert collect_garbage(store) == []
     assert data_of(store, old) == ["model", "other"]
     reader.kill()
@@ -109,7 +110,7 @@ def test_files_that_nobody_may_write_are_protected_as_well(store, old):
     for path in Path(old.path).iterdir():
         path.chmod(0o444)
     with old.as_directory():
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
         assert data_of(store, old) == ["model", "other"]
 
 
@@ -123,7 +124,7 @@ def no_locks(monkeypatch):
 
 def prune_and_read(store, checkpoint, path):
     with checkpoint.as_directory() as directory:
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
         (Path(directory) / path).read_bytes()
 
 

@@ -48,6 +48,7 @@ from prefect_torch.ckpt.storage.retry import (
     RetryPolicy,
     classify,
 )
+from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
@@ -689,7 +690,7 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         session = Attempt(store).session()
         for score in (1, 2):
             session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
-        store.prune(RetentionPolicy(1))
+        prune_as_leader(store, RetentionPolicy(1))
         (kept,) = store.list()
         store.verify(kept)
         assert read_files(store.checkpoint(kept)) == {"model": b"2"}

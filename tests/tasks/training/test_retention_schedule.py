@@ -117,9 +117,9 @@ def test_the_last_prune_waits_for_no_pause(prunes):
     retention = schedule(ManifestMemory(), tick_s=1e-6)
     for step in range(3):
         newest = commit(retention, step)
-    assert [asked["up_to"][7:15] for asked in prunes.asked] == ["00000001"]
+    assert [asked["limits"].up_to[7:15] for asked in prunes.asked] == ["00000001"]
     retention.finish(newest)
-    assert [asked["up_to"][7:15] for asked in prunes.asked] == ["00000001", "00000002"]
+    assert [asked["limits"].up_to[7:15] for asked in prunes.asked] == ["00000001", "00000002"]
 
 
 def test_a_log_line_names_some_of_many_kept_checkpoints():

@@ -12,6 +12,8 @@ from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
+from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
@@ -60,7 +62,7 @@ class Ours:
 
     def forget(self):
         if self._plan.rank == 0:
-            self._store.prune(RetentionPolicy(1))
+            prune(self._store, RetentionPolicy(1), PruneLimits(), dry_run=False)
 
     def load(self):
         checkpoint = get_checkpoint()
