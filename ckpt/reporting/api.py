@@ -113,7 +113,10 @@ def report(
         RuntimeError: Outside of a training function, or in a process that it has forked.
 
     """
-    _require_own_session("report").report(metrics, checkpoint, state=state, step=step, progress=progress, upload=upload)
+    session = _require_own_session("report")
+    from .rank_report import ReportArguments  # noqa: PLC0415 - imported already where there is a session
+
+    session.report(ReportArguments(metrics, checkpoint, state, step, progress, upload))
 
 
 def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:

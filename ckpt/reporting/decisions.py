@@ -136,7 +136,7 @@ class Decisions:
             count = self._points.reports_before + num_reports
             self._events.send(DecisionRequest(number, step, count, metrics, checkpoint))
         verdict = Verdict(**json.loads(self._peers.decision(_topic(number))))
-        self._peers.forget_decision(_topic(number - 1))  # every rank has read it, since all have taken part in a later report
+        self._peers.forget_reading(_topic(number - 1))  # as in `answer`
         self._points = replace(self._points, milestone=verdict.milestone)
         if not verdict.goes_on:
             self._stopped = True

@@ -8,7 +8,7 @@ from threading import Lock
 from typing import Any, NoReturn, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.context import TrainContext, never
+from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.files.download import NodeCopy
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit
@@ -21,7 +21,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.machine.handover import LentDirectories
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Agreement, Upload
+from .agreement import Agreement
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
 from .commit import RankCommits, belongs_to
@@ -60,7 +60,7 @@ class RankSession:
         context: The rank's context.
         run: The run.
         key_value: The dictionary that the ranks and the leader share.
-        restored: The checkpoint that this attempt begins from.
+        restored: The checkpoint that this attempt begins from; None on a fresh start.
         settings: The settings of the training's checkpoints.
         is_terminating: Returns whether termination of the training is requested.
         node: The ranks of this rank's machine; None if all ranks share one.
@@ -82,10 +82,10 @@ class RankSession:
         context: TrainContext,
         run: Run,
         key_value: KeyValue,
-        restored: Checkpoint | None = None,
-        settings: ReportSettings = ReportSettings(),
-        is_terminating: Callable[[], bool] = never,
-        node: Node | None = None,
+        restored: Checkpoint | None,
+        settings: ReportSettings,
+        is_terminating: Callable[[], bool],
+        node: Node | None,
     ) -> None:
         self.run = run
         self.restored = restored
@@ -112,16 +112,7 @@ class RankSession:
         self._num_reports = 0
         self._last_step = -1 if restored is None else restored.step
 
-    def report(
-        self,
-        metrics: Mapping[str, object],
-        checkpoint: Checkpoint | None = None,
-        *,
-        state: Mapping[str, Any] | None = None,
-        step: SupportsIndex | None = None,
-        progress: float | None = None,
-        upload: Upload | None = None,
-    ) -> None:
+    def report(self, given: ReportArguments) -> None:
         """Report from this rank; see `api.report`.
 
         Raises:
@@ -129,7 +120,6 @@ class RankSession:
                 `finally` blocks run, and background commits become durable.
 
         """
-        given = ReportArguments(metrics, checkpoint, state, step, progress, upload)
         with self._one_report, ExitStack() as cleanup:
             if self._decisions is not None:
                 self._decisions.raise_if_stopped()

@@ -52,7 +52,6 @@ from prefect_torch.ckpt.reporting import agreement  # noqa: E402
 from prefect_torch.ckpt.reporting.agreement import Intent  # noqa: E402
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit  # noqa: E402
 from prefect_torch.ckpt.reporting.rank_part import RankPart  # noqa: E402
-from prefect_torch.ckpt.reporting.session import RankSession  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt  # noqa: E402
 from prefect_torch.ckpt.runs.attempts.owner import Owner  # noqa: E402
@@ -70,6 +69,7 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint  # noqa: E402
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage  # noqa: E402
 from prefect_torch.ckpt.text import utc_now  # noqa: E402
 from prunes import prune_as_leader  # noqa: E402
+from ranks import Session  # noqa: E402
 from result_file import write_results  # noqa: E402
 
 DIGEST = "0" * 32
@@ -348,7 +348,7 @@ def measure_world(world_size, address):
     key_value, calls = connect_counted(address)
     rate = polls_per_s(address, world_size) * (world_size - 1) if world_size > 1 else 0.0
     play_other_ranks(key_value, world_size, reports)
-    session = RankSession(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
+    session = Session(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
     took = []
     with tempfile.TemporaryDirectory() as folder:
         for step in range(reports):

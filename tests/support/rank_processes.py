@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from forked_programs import Popen
 from prefect_torch.ckpt import CheckpointStore, TrainContext
-from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, connect
-from ranks import in_training
+from ranks import Session, in_training
 from servers import free_port
 
 RUN = "run"
@@ -70,6 +69,6 @@ def training(store, attempt, key_value):
     manifest = choose_checkpoint(store, lineage=1, verify="digest")
     restored = None if manifest is None else store.checkpoint(manifest)
     context = TrainContext(rank, rank, 0, world_size, world_size, store.run, attempt)
-    with in_training(RankSession(context, store, key_value, restored)) as session:
+    with in_training(Session(context, store, key_value, restored=restored)) as session:
         yield session
     dist.barrier()

@@ -8,14 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, TrainContext
+from prefect_torch.ckpt.context import never
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import EventReceiver
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
+from prefect_torch.ckpt.reporting.rank_report import ReportArguments
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+
+
+class Session(RankSession):
+    """A session that a test makes and calls with what matters to it; `api.report` may call it, too."""
+
+    def __init__(self, *arguments, restored=None, settings=None, is_terminating=never, node=None) -> None:
+        super().__init__(*arguments, restored, settings or ReportSettings(), is_terminating, node)
+
+    def report(self, metrics, checkpoint=None, *, state=None, step=None, progress=None, upload=None) -> None:
+        is_whole = isinstance(metrics, ReportArguments)
+        super().report(metrics if is_whole else ReportArguments(metrics, checkpoint, state, step, progress, upload))
 
 
 class Attempt:
@@ -42,15 +55,16 @@ class Attempt:
         ranks = [range(end - number, end) for end, number in zip(ends, nodes, strict=True)]
         self.nodes = [Node(MemoryKeyValue(), number, len(nodes), each) for number, each in enumerate(ranks)]
 
-    def session(self, rank: int = 0) -> RankSession:
+    def session(self, rank: int = 0) -> Session:
         node = next((node for node in self.nodes if rank in node.ranks), None)
         place = (rank, 0, self.world_size) if node is None else (rank - node.ranks[0], node.number, len(node.ranks))
         context = TrainContext(rank, place[0], place[1], self.world_size, place[2], self.store.run, self.number)
         found = self.restored  # each process has its own
         restored = None if found is None else Checkpoint.committed(found.store, found.manifest)
-        return RankSession(context, self.store, self.key_value, restored, self.settings, lambda: self.ends_soon, node)
+        options = {"settings": self.settings, "is_terminating": lambda: self.ends_soon, "node": node}
+        return Session(context, self.store, self.key_value, restored=restored, **options)
 
-    def run(self, function: Callable[[RankSession, int], Any]) -> list[BaseException | None]:
+    def run(self, function: Callable[[Session, int], Any]) -> list[BaseException | None]:
         """Run `function(session, rank)` on every rank as a rank's process does; return each rank's error."""
         errors: list[BaseException | None] = [None] * self.world_size
 

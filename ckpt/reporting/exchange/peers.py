@@ -133,6 +133,10 @@ class Peers:
         """Delete what this rank has set of the decision on `topic`, which every rank has read."""
         if self.rank == 0 and self.world_size > 1:
             self._key_value.delete(topic)
+        self.forget_reading(topic)
+
+    def forget_reading(self, topic: str) -> None:
+        """Delete what this rank has handed on to its node of the decision on `topic`, which every rank has read."""
         if self._node is not None and topic in self._read_for_node:
             self._read_for_node.remove(topic)
             with suppress(ConnectionError):

@@ -9,9 +9,8 @@ import pytest
 import torch
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, TrainContext, report
-from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
-from ranks import Attempt, as_rank, folder
+from ranks import Attempt, Session, as_rank, folder
 
 DESIGN = Path(__file__).parents[3] / "docs/design.md"
 CKPT = Path(prefect_torch.ckpt.__file__).parent
@@ -61,7 +60,7 @@ def session():
     rendezvous = Rendezvous()
     served = rendezvous.serve()
     context = TrainContext(0, 0, 0, 1, 1, "run", Attempt(store).number)
-    yield RankSession(context, store, connect(rendezvous.address))
+    yield Session(context, store, connect(rendezvous.address))
     del served
 
 

@@ -32,7 +32,6 @@ from prefect_torch.ckpt.files import shared_directory
 from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_part import StagedReport
-from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -42,7 +41,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport
 from prunes import prune_as_leader
-from ranks import Attempt, as_rank, folder, read_files
+from ranks import Attempt, Session, as_rank, folder, read_files
 from small_disk import mounted
 
 
@@ -99,7 +98,7 @@ def test_a_training_that_another_run_has_begun_stores_its_first_checkpoint_at_an
     attempt = Attempt(store)
     attempt.restored = other.checkpoint(other.latest())
     context = TrainContext(0, 0, 0, 1, 1, store.run, attempt.number)
-    session = RankSession(context, store, attempt.key_value, attempt.restored, attempt.settings)
+    session = Session(context, store, attempt.key_value, restored=attempt.restored)
     session.report({}, folder(tmp_path / "b", model="y"), step=step)
     (manifest,) = store.list()
     assert (manifest.step, manifest.parent) == (5 if step is None else step, attempt.restored.path)

@@ -17,7 +17,6 @@ from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit,
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.rank_part import RankPart
-from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -26,7 +25,7 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.parallel import read_all
 from prunes import prune_as_leader
-from ranks import folder
+from ranks import Session, folder
 from storage_contract import StorageContract
 
 
@@ -163,7 +162,7 @@ def test_a_commit_costs_its_files_one_put_and_two_listings_at_any_number_of_rank
     counting.taken()
     key_value = MemoryKeyValue()
     play_other_ranks(key_value, world_size)
-    session = RankSession(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
+    session = Session(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
     session.report({"loss": 0.0}, folder(tmp_path / "c", m0="data"), step=None)
     pages = 1 + world_size // 1000  # of the files
     assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": pages + 1, "size": 1}  # the fence, and the manifest
