@@ -16,10 +16,10 @@ from prefect.events.filters import EventFilter
 from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
-from prefect_torch.flows.arguments import name_run
 from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
+from prefect_torch.flows.run_names import name_run
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.training.left_task_runs import end_below
 from pydantic import Field

@@ -47,12 +47,13 @@ from prefect_torch.tasks.training.leadership import Claimant, claim_run, record_
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import gpus_for, name_of_flow_run, restarted_by_this
+from .arguments import gpus_for, restarted_by_this
 from .interruptions import cancellable, spared_from_suspension
 from .monitoring.events.sweep_events import SweepEvents
 from .monitoring.messages import flow_run_name
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.sweeps.summary import show_sweep, summarize_sweep
+from .run_names import name_of_flow_run
 from .sweep_result import SweepResult
 
 
@@ -205,7 +206,7 @@ def _cancel_deployed(led: Run, trials: Iterable[TrialRecord], reason: str) -> No
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:
     """Return why no trial ran, and how to begin a new search, as Ray's Tuner does under a name that was used before."""
-    spent = f"the time budget of {search.time_budget_s:g} s is used up" if searched.is_over_budget else "none was left"
+    spent = f"the time budget of {search.time_budget_s:g} s is used up" if searched.budget.is_used_up else "none was left"
     return (
         f"no trial ran: {spent}, so the result is the earlier one; another RunConfig.name begins a new sweep, and "
         "resume='never' begins this one again"

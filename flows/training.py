@@ -34,7 +34,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import gpus_for, initial_checkpoint, machines_for, name_of_flow_run, restarted_by_this
+from .arguments import gpus_for, initial_checkpoint, machines_for, restarted_by_this
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
@@ -45,6 +45,7 @@ from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver
 from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.pages.setup import Setup
+from .run_names import name_of_flow_run
 
 
 @short_tracebacks

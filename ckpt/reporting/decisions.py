@@ -11,6 +11,8 @@ from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 
 from .events import DecisionRequest, EventSender
 
+TRAINING_ITERATION = "training_iteration"  # as a time: the number of reports
+
 
 class TrainingStopped(SystemExit):
     """The leader has decided that the training ends after the report that raises this."""
@@ -21,10 +23,10 @@ class DecisionPoints:
     """The reports at which the leader decides whether the training goes on.
 
     Attributes:
-        time_attr: "step", "training_iteration" (the number of reports), or a metric; it grows from report to report.
+        time_attr: "step", `TRAINING_ITERATION`, or a metric; it grows from report to report.
         milestone: The first report with a checkpoint at or after this time asks the leader; None if there is no such time.
         asks_always: Whether every report asks from the milestone on, also without a checkpoint.
-        stop: A report with one of these metrics (or "step", "training_iteration") at or above the number asks.
+        stop: A report with one of these metrics (or "step", `TRAINING_ITERATION`) at or above the number asks.
         reports_before: The number of reports before this attempt.
 
     """
@@ -85,7 +87,7 @@ def time_of(attribute: str, step: int, num_reports: int, metrics: Metrics) -> fl
     """Return the time of a report by an attribute; None if it has none."""
     if attribute == "step":
         return step
-    if attribute == "training_iteration":
+    if attribute == TRAINING_ITERATION:
         return num_reports
     score = find_score(metrics, attribute)
     value = math.nan if score is None else as_float(score)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Verdict, time_of
+from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionPoints, Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 from prefect_torch.flows.sweeps.failures import Failures
@@ -30,12 +30,11 @@ from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
 from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
+from prefect_torch.flows.sweeps.time_budget import TimeBudget
 from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
-_ITERATION = "training_iteration"
-_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED = 60.0, 0.01  # of a time budget: a kill loses the larger of these at most
 
 
 class Search:
@@ -56,6 +55,7 @@ class Search:
         metrics: The names of the metrics that are optimized.
         recorded: The record of the trials.
         trials: Every trial, by number.
+        budget: The time that the sweep may take, and has taken.
         num_trials: How many trials there will be.
 
     """
@@ -78,10 +78,8 @@ class Search:
         self.trials: History = recorded.by_number
         self._sweep = sweep
         self._pin = pin
-        self._clock = clock
         self._keeps_left_runs = keeps_left_runs
-        self._started_s = clock()
-        self._recorded_s = recorded.used_s
+        self.budget = TimeBudget(search.time_budget_s, recorded, clock)
         points = grid_points(search, space)
         self._study = Study(recorded.operations, search, space, seed, points)
         default = len(points) if check_sampler(search, space) == "grid" else _DEFAULT_TRIALS
@@ -108,11 +106,7 @@ class Search:
 
     def record_time(self) -> None:
         """Record now and then how much of a time budget is used, since no event of a trial may record it for hours."""
-        budget_s, used_s = self._search.time_budget_s, self._used_s
-        if budget_s is not None and used_s - self._recorded_s >= max(_LONGEST_UNRECORDED_S, _SHARE_UNRECORDED * budget_s):
-            with self.recorded.lock:
-                self.recorded.record(SweepLed(self._led[0], config=self.recorded.common, used_s=used_s))
-            self._recorded_s = used_s
+        self.budget.record(self._led[0])
 
     def running(self) -> list[TrialRecord]:
         """Return the trials that run, or ran when the process that led the sweep before was killed."""
@@ -128,7 +122,7 @@ class Search:
         """
         with self.recorded.lock:
             self.raise_if_failed()
-            if self.is_over_budget:
+            if self.budget.is_used_up:
                 return None
             if self._restarts:
                 number = self._restarts.pop(0)
@@ -153,7 +147,7 @@ class Search:
         milestone = self._milestone_of(trial)
         if milestone is None and not stop:
             return None
-        before = trial.reports_before + count_reports() if _ITERATION in (time_attr, *stop) else 0
+        before = trial.reports_before + count_reports() if TRAINING_ITERATION in (time_attr, *stop) else 0
         return DecisionPoints(time_attr, milestone, self._scheduler.asks_always, stop, before)
 
     def _milestone_of(self, trial: TrialRecord) -> float | None:
@@ -198,7 +192,7 @@ class Search:
                     cloned,
                     self._study.take_operations(),
                     num_reports=request.num_reports,
-                    used_s=self._used_s,
+                    used_s=self.budget.used_s,
                 )
             )
             return Verdict(decision.state == "running", decision.milestone)
@@ -249,17 +243,6 @@ class Search:
         observed = Observation("complete", numbers, on_the_way) if is_complete else Observation("failed")
         self._study.observe(trial.study_number, observed)
 
-    @property
-    def is_over_budget(self) -> bool:
-        """Whether the time budget is used up."""
-        budget_s = self._search.time_budget_s
-        return budget_s is not None and self._used_s >= budget_s
-
-    @property
-    def _used_s(self) -> float:
-        """The time of the sweep so far, in this process and in those that led it before."""
-        return self.recorded.used_s + self._clock() - self._started_s
-
     def end(self, number: int, end: TrialEnd, *, is_judged: bool = False) -> TrialRecord:
         """Record that the run of a trial has ended; a completed one has failed if it lacks a metric, unless `is_judged`.
 
@@ -282,7 +265,7 @@ class Search:
                     end.metrics,
                     self._study.take_operations(),
                     undoes_clone=former is not None,
-                    used_s=self._used_s,
+                    used_s=self.budget.used_s,
                 )
             )
             return self.trials[number]
@@ -333,7 +316,7 @@ class Search:
                 suggestion.study_number,
                 self._scheduler.first_milestone(number),
                 self._study.take_operations(),
-                used_s=self._used_s,
+                used_s=self.budget.used_s,
             )
         )
         return self.trials[number]
@@ -342,7 +325,7 @@ class Search:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"
 
     def _resume(self, promotion: Promotion) -> TrialRecord:
-        self.recorded.record(TrialResumed(promotion.number, promotion.milestone, used_s=self._used_s))
+        self.recorded.record(TrialResumed(promotion.number, promotion.milestone, used_s=self.budget.used_s))
         return self.trials[promotion.number]
 
     def take_excess(self, *, is_over: bool) -> tuple[tuple[int, str], ...]:
@@ -357,13 +340,13 @@ class Search:
             return ()
         with self.recorded.lock:
             lost = frozenset() if keep is None else self._scheduler.lost(self.trials)
-            if is_over and not self.is_over_budget:
+            if is_over and not self.budget.is_used_up:
                 lost = frozenset(self.recorded.in_state("paused"))
             excess = find_excess(self.trials, lost, keep, self.metrics, self._search.modes)
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
                 metrics = self.trials[number].metrics
-                self.recorded.record(TrialEnded(number, "stopped", reason, metrics, used_s=self._used_s))
+                self.recorded.record(TrialEnded(number, "stopped", reason, metrics, used_s=self.budget.used_s))
             return excess.runs
 
     def record_deleted(self, number: int, run: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.definition import config_of_trial
@@ -89,7 +89,7 @@ class TrialDecisions:
     def points(self) -> DecisionPoints | None:
         """Return the reports that need a decision; see `DecisionMaker`."""
         if not self._goes_on:
-            return DecisionPoints("training_iteration", 0, asks_always=True)
+            return DecisionPoints(TRAINING_ITERATION, 0, asks_always=True)
         return self.search.points(self.number, lambda: count_reports(Run.open(self.storage, self.run)))
 
     def decide(self, request: DecisionRequest) -> Verdict:

@@ -39,10 +39,10 @@ from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_bes
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, train
-from prefect_torch.flows.arguments import default_run_name, name_run
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, tries_before
 from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.flows.run_names import default_run_name, name_run
 from prefect_torch.tasks.liveness import may_be_led
 from prefect_torch.tasks.training.leadership import lineage_of
 from process_trees import kill_tree

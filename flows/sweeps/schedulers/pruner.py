@@ -70,7 +70,7 @@ class PrunedTrials(ResumesAll):
             step = count if self._counts_reports else int(report.time)
             prunes = self._pruning.report(trial.number, step, report.value)
         self._seen[trial.number] = len(trial.reports)
-        # Not one that has failed: Optuna would refuse its reports after a restart, and its pruners do not look for failed trials.
+        # Not a failed one: Optuna would refuse its reports after a restart, and its pruners do not look for failed trials.
         if trial.state in ("completed", "stopped") and trial.number not in self._ended:
             self._pruning.end(trial.number, trial.state)
             self._ended.add(trial.number)

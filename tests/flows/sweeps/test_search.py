@@ -677,7 +677,7 @@ def test_the_time_of_earlier_starts_counts_against_the_time_budget():
     again = started_again(60)
     assert again.next_trial().number == 1
     now_s[0] = 1010.0
-    assert again.is_over_budget
+    assert again.budget.is_used_up
     assert again.next_trial() is None
     again.end(1, TrialEnd("completed", None, {"loss": 1.0}))
     assert started_again(60).next_trial() is None
@@ -706,7 +706,7 @@ def test_a_kill_loses_little_of_the_time_budget_though_no_trial_has_an_event():
     assert again.recorded.used_s == pytest.approx(7195, abs=75)
     assert [(trial.state, trial.common) for trial in again.trials.values()] == [("running", {"y": 1})]
     now_s[0] += 75
-    assert again.is_over_budget
+    assert again.budget.is_used_up
     started(None).record_time()
     assert len(entries) == known + 7195 // 75, "without a budget"
 
