@@ -7,6 +7,16 @@ from typing import Any
 
 import torch
 
+_BY_ROWS = torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values
+_BY_COLUMNS = torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values
+_OF_LAYOUT: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),  # noqa: SLF001 - the public ones want it coalesced
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
+
 
 def on_device(batches: Iterator[Any], device: torch.device | None, *, may_look_ahead: bool) -> Iterator[Any]:
     """Return `batches` with their tensors on `device`, nested in lists, tuples and dicts too; None leaves them as they are.
@@ -104,10 +114,18 @@ def _record(batch: Any, stream: Any) -> None:
     """Prevent the memory of `batch` from being allocated again before `stream` is done with it."""
     if isinstance(batch, torch.Tensor):
         if batch.device.type != "cpu":
-            batch.record_stream(stream)
+            for part in _parts(batch):
+                part.record_stream(stream)
     elif isinstance(batch, Mapping):
         for value in batch.values():
             _record(value, stream)
     elif isinstance(batch, (list, tuple)):
         for value in batch:
             _record(value, stream)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that have the memory of `tensor`: torch records streams for none that is sparse or nested."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return [tensor.values()]
+    return [part(tensor) for part in _OF_LAYOUT.get(tensor.layout, ())] or [tensor]

@@ -27,6 +27,24 @@ def test_no_step_waits_for_the_gpu():
     assert [total.item() for total in sums] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+def test_sparse_and_nested_batches_arrive():
+    dense = [torch.eye(64) * number for number in range(1, 5)]
+    kinds = [
+        *(torch.sparse_coo, torch.sparse_csr, torch.sparse_csc),
+        *((layout, (8, 8)) for layout in (torch.sparse_bsr, torch.sparse_bsc)),
+    ]
+    for kind in kinds:
+        layout, blocksize = kind if isinstance(kind, tuple) else (kind, None)
+        given = [tensor.to_sparse(layout=layout, blocksize=blocksize) for tensor in dense]
+        loader = prepare_data_loader(DataLoader(given, batch_size=None))
+        assert [torch.equal(batch.to_dense().cpu(), tensor) for batch, tensor in zip(loader, dense, strict=True)] == [True] * 4
+    for layout in (torch.strided, torch.jagged):
+        nested = [torch.nested.nested_tensor([tensor[0], tensor[0, :7]], layout=layout) for tensor in dense]
+        loader = prepare_data_loader(DataLoader(nested, batch_size=None))
+        assert [batch.unbind()[1][0].item() for batch in loader] == [1, 2, 3, 4]
+
+
 def test_memory_is_the_same_after_40_epochs():
     loader = prepare_data_loader(DataLoader(DATA, batch_size=8, pin_memory=True))
     reserved = []

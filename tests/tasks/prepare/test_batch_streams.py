@@ -71,7 +71,7 @@ MUTANTS = {
     "the stream is not recorded": (
         test_a_batch_keeps_its_memory_while_another_stream_computes_on_it,
         True,
-        Mutant("tasks.prepare.batch_transfer", "batch.record_stream(stream)", "pass"),
+        Mutant("tasks.prepare.batch_transfer", "part.record_stream(stream)", "pass"),
     ),
 }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from prefect_torch.tasks.prepare import batch_transfer
 from prefect_torch.tasks.prepare.batch_transfer import moved, on_device, one_ahead
+from torch.utils._python_dispatch import TorchDispatchMode
 
 META = torch.device("meta")
 
@@ -74,6 +75,39 @@ def test_copies_to_a_device_have_one_stream_in_all_epochs(monkeypatch):
     assert waits[:3] == [(copying, computing), (computing, copying), (copying, computing)]
     assert len(waits) == 3 * 4 * 2
     batch_transfer._stream.cache_clear()
+
+
+class StridedOnly(TorchDispatchMode):
+    """Records streams for the tensors for which torch does on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.recorded = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.record_stream.default:
+            return function(*args, **(kwargs or {}))
+        if args[0].layout is not torch.strided:
+            raise NotImplementedError(f"aten::record_stream of {args[0].layout}")
+        return self.recorded.append(args[0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize(
+    ("layout", "num_parts"),
+    [
+        (torch.strided, 1),
+        (torch.sparse_coo, 2),
+        *((each, 3) for each in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)),
+    ],
+)
+def test_the_stream_of_a_sparse_batch_is_recorded_for_what_has_its_memory(layout, num_parts):
+    dense = torch.eye(4)
+    blocks = {"blocksize": (2, 2)} if layout in (torch.sparse_bsr, torch.sparse_bsc) else {}
+    tensor = dense if layout is torch.strided else dense.to_sparse(layout=layout, **blocks)
+    with StridedOnly() as gpu:
+        batch_transfer._record([tensor.to("meta")], torch.Stream(device="cpu"))
+    assert len(gpu.recorded) == num_parts
 
 
 def test_without_a_device_or_on_the_cpu_batches_stay_what_the_loader_gives():
