@@ -3,13 +3,21 @@
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from .device import get_device, get_rank_and_size
 from .prepared_loader import PreparedDataLoader
 from .resumable_loader import OwnPositionDataLoader, ResumableDataLoader
 from .resumable_sampler import ResumableSampler
-from .sampling import common_seed, distributed_sampler, reason_not_shareable, reason_order_is_lost, shuffles, with_sampler
+from .sampling import (
+    EpochSampler,
+    common_seed,
+    distributed_sampler,
+    reason_not_shareable,
+    reason_order_is_lost,
+    shuffles,
+    with_sampler,
+)
 
 
 def prepare_data_loader(
@@ -59,7 +67,7 @@ def prepare_data_loader(
     if add_distributed_sampler and world_size > 1 and distributed_sampler(data_loader) is None:
         _check_shareable(data_loader)
         shuffle, seed = shuffles(data_loader), common_seed(data_loader, world_size)
-        sampler: DistributedSampler[Any] = DistributedSampler(data_loader.dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        sampler = EpochSampler(data_loader.dataset, world_size, rank, shuffle=shuffle, seed=seed)
         data_loader = with_sampler(data_loader, sampler)
     return PreparedDataLoader(data_loader, device)
 

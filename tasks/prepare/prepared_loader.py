@@ -110,7 +110,8 @@ def own_generator(loader: "DataLoader[Any]", *identity: int) -> Iterator[None]:
     """
     given = loader.generator
     seed = torch.initial_seed() if given is None else given.initial_seed()
-    loader.generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(repr((seed, *identity)).encode()))
+    own = torch.Generator(device=torch.get_default_device())  # where torch draws
+    loader.generator = own.manual_seed(xxhash.xxh3_64_intdigest(repr((seed, *identity)).encode()))
     try:
         yield
     finally:

@@ -29,10 +29,13 @@ class Position:
 
 
 def epoch_order(num_samples: int, seed: int | None) -> torch.Tensor:
-    """Return the order of all samples in one epoch, that of DistributedSampler for the seed; None for the sorted order."""
+    """Return the order of all samples in one epoch, that of DistributedSampler for the seed; None for the sorted order.
+
+    On the CPU, as all of the sampler, whatever torch's default device is.
+    """
     if seed is None:
-        return torch.arange(num_samples)
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+        return torch.arange(num_samples, device="cpu")
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def rank_share(rest: torch.Tensor, rank: int, num_ranks: int, *, drop_last: bool = False) -> torch.Tensor:
@@ -52,7 +55,7 @@ def rank_share(rest: torch.Tensor, rank: int, num_ranks: int, *, drop_last: bool
         rest = rest[: len(rest) - over]
     elif over:
         last_turn = rest[len(rest) - over :]
-        rest = torch.cat([rest, last_turn[torch.arange(over, num_ranks) % over]])
+        rest = torch.cat([rest, last_turn[torch.arange(over, num_ranks, device="cpu") % over]])
     return rest[rank::num_ranks]
 
 
@@ -145,7 +148,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def _order(self, epoch: int) -> torch.Tensor:
         order = epoch_order(self._num_all, self.seed + epoch if self.shuffle else None)
-        weighted = order * torch.arange(1, len(order) + 1)
+        weighted = order * torch.arange(1, len(order) + 1, device="cpu")
         self._checksums = {(epoch, self.seed): int(weighted.sum())}  # modulo 2**64
         return order
 

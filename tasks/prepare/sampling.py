@@ -2,8 +2,10 @@
 
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
@@ -16,6 +18,14 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A DistributedSampler that draws on the CPU, as its generator does, whatever torch's default device is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.device("cpu"):
+            return super().__iter__()
 
 
 def reason_not_shareable(loader: "DataLoader[Any]") -> str | None:

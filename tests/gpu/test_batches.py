@@ -45,6 +45,15 @@ def test_sparse_and_nested_batches_arrive():
         assert [batch.unbind()[1][0].item() for batch in loader] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_default_device_of_torch_does_not_stop_a_loader(shuffle, resumable):
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=shuffle, generator=torch.Generator("cuda"))
+    loader = prepare_data_loader(loader, resumable=resumable)
+    with torch.device("cuda"):
+        assert sorted(item for (batch,) in loader for item in batch.tolist()) == list(range(8))
+
+
 def test_memory_is_the_same_after_40_epochs():
     loader = prepare_data_loader(DataLoader(DATA, batch_size=8, pin_memory=True))
     reserved = []

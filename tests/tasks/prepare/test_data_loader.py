@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked_programs import run_program
 from prefect_torch.tasks import prepare_data_loader
-from prefect_torch.tasks.prepare import data_loader
+from prefect_torch.tasks.prepare import data_loader, prepared_loader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -171,6 +171,28 @@ def test_the_seed_of_the_generator_is_that_of_the_order(places, monkeypatch):
     assert broadcasts == [(5, 0)]
     expected = DistributedSampler(DATA, 2, 0, shuffle=True, seed=5)
     assert items(loader) == list(expected)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("resumable", [True, False])
+def test_the_order_is_that_of_the_cpu_whatever_the_default_device_is(places, monkeypatch, resumable, shuffle):
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda seeds, src: None)
+    data = range(9)  # not divisible
+    sampler = prepare_data_loader(DataLoader(data, shuffle=shuffle), resumable=resumable).sampler
+    expected = list(sampler)
+    with torch.device("meta"):
+        assert list(sampler) == expected
+    assert sorted({*expected, *DistributedSampler(data, 2, 1, shuffle=shuffle)}) == list(data)
+
+
+def test_the_seed_of_the_workers_is_drawn_where_torch_draws_it(monkeypatch):
+    """On its default device, whose generator it must be."""
+    made, usual = [], torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": made.append(torch.device(device).type) or usual())
+    for device in ("cpu", "meta"):
+        with torch.device(device), prepared_loader.own_generator(DataLoader(DATA), 0):
+            pass
+    assert made == ["cpu", "meta"]
 
 
 def test_a_random_sampler_that_was_made_by_hand_gives_its_seed(places, monkeypatch):
