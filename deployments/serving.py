@@ -54,9 +54,9 @@ async def _poll_patiently(
         try:
             await workload()
             if lost is not None:
-                await asyncio.to_thread(after_outage)
-        except httpx.HTTPError as exc:
-            if not is_outage(exc) and not is_key_refused(exc):
+                await asyncio.to_thread(_log_refusal, after_outage)
+        except (httpx.HTTPError, ValueError) as exc:
+            if not _may_pass(exc):
                 raise
             said = _REFUSED if is_key_refused(exc) else _AWAY
             if lost != said:
@@ -68,3 +68,17 @@ async def _poll_patiently(
             lost = None
 
     await critical_service_loop(poll, interval, **options)
+
+
+def _log_refusal(after_outage: Callable[[], object]) -> None:
+    """Call `after_outage`; an error of it that would come again is logged, and ends no flow runs."""
+    try:
+        after_outage()
+    except Exception as exc:
+        if _may_pass(exc):
+            raise
+        _logger.warning("flow runs that died while Prefect's API was away are not restarted: %r", exc)
+
+
+def _may_pass(error: Exception) -> bool:
+    return is_outage(error) or is_key_refused(error)

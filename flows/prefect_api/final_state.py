@@ -89,7 +89,8 @@ def _raised_before(lost: Exception) -> Exception | None:
 
 
 def _has_completed(flow_run_id: str) -> bool:
-    with suppress(httpx.HTTPError, ObjectNotFound), get_client(sync_client=True) as client:  # no answer counts as no
+    # No answer counts as no, and neither does a proxy's page.
+    with suppress(httpx.HTTPError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
         state = client.read_flow_run(UUID(flow_run_id)).state
         return state is not None and state.is_completed()
     return False

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from http import HTTPStatus
+from json import JSONDecodeError
 from typing import Any
 from uuid import UUID
 
@@ -87,7 +88,8 @@ def is_key_refused(error: BaseException) -> bool:
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.is_server_error or error.response.status_code in _LATER
-    return isinstance(error, httpx.TransportError)
+    # The last two: a proxy answers with a page of its own, and status 200.
+    return isinstance(error, (httpx.TransportError, JSONDecodeError, UnicodeDecodeError))
 
 
 def _defaults() -> dict[Any, Any]:
@@ -140,7 +142,7 @@ def _outage() -> Exception | None:
     with without_retries(), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))
-        except httpx.HTTPError as exc:
+        except (httpx.HTTPError, ValueError) as exc:
             return exc if _is_away(exc) else None
         except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
             return None

@@ -1,6 +1,7 @@
 """Prefect's runner while the API is away."""
 
 import asyncio
+import json
 from importlib import import_module
 
 import httpx
@@ -77,6 +78,27 @@ def test_what_is_due_after_an_outage_is_tried_until_the_api_has_answered_it(capl
     said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
     assert len(said) == 2
     assert said[-1] == "Prefect's API is back"
+
+
+def test_a_page_of_a_proxy_is_no_answer():
+    """With status 200; Prefect's own runner ends at the first."""
+    page = json.JSONDecodeError("Expecting value", "<html>maintenance</html>", 0)
+    with runner_outlasts_outages():
+        assert poll([page] * 5)[0] == 6
+    assert poll([page]) == (1, page)
+
+
+def test_what_is_due_after_an_outage_and_fails_ends_no_flow_runs(caplog):
+    calls = []
+
+    def restart():
+        calls.append(1)
+        raise LookupError("the deployment is gone")
+
+    with runner_outlasts_outages(after_outage=restart):
+        assert poll([httpx.ConnectError("refused"), None, None])[0] == 4
+    assert len(calls) == 1
+    assert "are not restarted: LookupError('the deployment is gone')" in caplog.text
 
 
 @pytest.mark.parametrize("status", [401, 403])

@@ -98,6 +98,31 @@ def test_a_try_that_completes_returns_though_one_before_it_has_raised():
         inner([True, True])
 
 
+def test_a_proxys_page_hides_no_exception_of_a_flow(monkeypatch):
+    """With status 200, in the place of the flow run's state."""
+    send, pages = httpx.Client.send, []
+
+    def answer(self, request, **options):
+        if request.method == "GET" and len(tries) == 2 and "/flow_runs/" in request.url.path:
+            pages.append(request.url.path)
+            return httpx.Response(200, text="<html>maintenance</html>", request=request)
+        return send(self, request, **options)
+
+    @short_tracebacks
+    @flow(name="train", retries=1, persist_result=False)
+    def inner():
+        tries.append(1)
+        if len(tries) == 1:
+            raise ValueError("try 1")
+        return completed("1 step", "done")
+
+    tries = []
+    monkeypatch.setattr(httpx.Client, "send", answer)
+    with pytest.raises(ValueError, match="try 1"):
+        inner()
+    assert pages
+
+
 def test_only_what_leaves_a_flow_rolls_back_the_transaction_around_it():
     """The task of each attempt that failed did so, in the middle of a training that went on."""
 

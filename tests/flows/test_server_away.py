@@ -212,6 +212,26 @@ def test_an_end_while_the_api_refuses_is_told_when_it_is_back(proxy, raises):
     assert found["state_name"] == ("Failed" if raises else "Completed")
 
 
+def test_an_end_while_a_proxy_answers_with_a_page_of_its_own_is_told_afterwards():
+    """Its status is 200, and Prefect's client raises a JSONDecodeError."""
+    pages = [Response(200, b"<html>maintenance</html>", {})] * 2
+
+    def change(method: str, path: str, response: Response) -> Response:
+        return pages.pop() if method == "GET" and path.startswith("/api/flow_runs/") and pages else response
+
+    @flow
+    def end():
+        with outlast_api_outages():
+            proxy.change = change
+        return flow_run.id
+
+    with proxied(f"http://127.0.0.1:{server_port()}") as proxy:
+        with temporary_settings({PREFECT_API_URL: f"{proxy.endpoint}/api"}):
+            assert end()
+            APILogHandler().flush()
+        assert pages == []
+
+
 def test_an_embedded_server_is_kept_running_until_nothing_but_the_final_state_is_left(tmp_path, monkeypatch):
     """One that died while the page was made stayed away: a ConnectError, and Prefect did not let the process end."""
     keepers = []
