@@ -1,7 +1,10 @@
 """`train` for callers in an event loop."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import copy_context
 from typing import Any
 
 from prefect_torch.ckpt import Checkpoint
@@ -22,6 +25,8 @@ async def atrain(
     resume_from: str | Checkpoint | None = None,
 ) -> Result:
     """Train as `train` does, without blocking the event loop: the flow runs in a thread, as a subflow of the caller's flow.
+
+    Any number of trainings run at once, each in a thread of its own.
 
     When the caller is cancelled, the ranks have `FailureConfig.grace_s` for a last checkpoint. The cancellation continues
     when they have ended, so none of them outlives the await.
@@ -46,7 +51,7 @@ async def atrain(
         with switch.governs():
             return train(train_fn, config, scaling, run, checkpoint, failure, resume_from)
 
-    work = asyncio.ensure_future(asyncio.to_thread(call))  # in a copy of this context, which makes it a subflow
+    work = _in_thread_of_its_own(call)
     while True:
         try:
             result = await asyncio.shield(work)
@@ -58,3 +63,21 @@ async def atrain(
             if switch.cause is not None:  # it came when the ranks had ended
                 raise switch.cause
             return result
+
+
+def _in_thread_of_its_own(call: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Start a call in a copy of this context, which makes the flow a subflow.
+
+    The event loop's own threads (`asyncio.to_thread`) are few, and `getaddrinfo` and other code need them meanwhile.
+    """
+    called: Future[Result] = Future()
+    called.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            called.set_result(call())
+        except BaseException as exc:  # noqa: BLE001 - raised by the await
+            called.set_exception(exc)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="atrain").start()
+    return asyncio.wrap_future(called)

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import os
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from uuid import UUID
@@ -112,6 +114,25 @@ def test_a_cancellation_after_the_last_report_reaches_the_await(monkeypatch):
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancelled())
+
+
+def test_any_number_of_trainings_run_at_once_and_leave_the_threads_of_the_event_loop_free(monkeypatch):
+    """Which are few: `min(32, cpu_count + 4)`."""
+    num_trainings = min(32, (os.cpu_count() or 1) + 4) + 1
+    all_run = threading.Barrier(num_trainings + 1)
+
+    def runs(*_):
+        all_run.wait(30)
+        return "a result"
+
+    monkeypatch.setattr("prefect_torch.flows.async_training.train", runs)
+
+    async def gathers():
+        trainings = asyncio.gather(*(atrain("trainings:train_epochs") for _ in range(num_trainings)))
+        await asyncio.to_thread(all_run.wait, 30)
+        return await trainings
+
+    assert asyncio.run(gathers()) == ["a result"] * num_trainings
 
 
 def step_of_the_checkpoint():
