@@ -150,4 +150,3 @@ def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
             flows.append(task.task.name)
             tries.append(str(task.task_run.run_count))
         return tries_before(client, outermost.id, call=digest_of(flows), this_try=".".join(tries), flow_run_id=this.id)
-

@@ -1,8 +1,12 @@
 """The deletion of a run, which is repeated where it was interrupted."""
 
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.deletion.reserve import give_up_space
 from prefect_torch.ckpt.runs.index.reading import list_manifests
+from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.text import show_some
 
@@ -28,6 +32,26 @@ def delete_run(run: Run) -> None:
     give_up_space(run)  # before the last object, with which the directory goes
     run.storage.delete([run_info])
     run.storage.remove_interrupted(f"{run.name}/", 0.0)
+
+
+def check_holds_no_other(runs: Sequence[Run], keys: Iterable[str]) -> None:
+    """Raise if one of `keys` is of a run of another storage, below the last of `runs`: somebody may train it.
+
+    Args:
+        runs: The runs to delete; those before the last are its trials.
+        keys: All keys below the last of them.
+
+    Raises:
+        ValueError: If one is.
+
+    """
+    own = {each.layout.run_info for each in runs}
+    files = tuple(prefix for each in runs for prefix in (each.layout.all_unreported, each.layout.manifests))
+    for key in keys:
+        is_file = key.startswith(files) or lies_in_checkpoint(PurePath(key))
+        if key.endswith("/run.json") and key not in own and not is_file:
+            other = f"{runs[-1].storage.url}/{key.removesuffix('/run.json')}"
+            raise ValueError(f"{other} is another run, in a storage below run {runs[-1].name!r}: move or delete it first")
 
 
 def check_unpinned(run: Run, pinned: frozenset[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
-from prefect_torch.ckpt.runs.whole.deletion import check_unpinned, delete_run
+from prefect_torch.ckpt.runs.whole.deletion import check_holds_no_other, check_unpinned, delete_run
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
@@ -60,6 +60,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     for each in stores:
         check_unpinned(each, each.pinned())
     infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/") if is_key(info.key)}
+    check_holds_no_other(stores, infos)
     folders = tuple(each.layout.checkpoints for each in stores)
     if is_read(store.storage, [key for key in infos if key.startswith(folders)]):
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")

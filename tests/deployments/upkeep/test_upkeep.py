@@ -7,6 +7,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from ranks import Attempt, folder
 from stored_runs import store_run
 from wrapped_storage import WrappedStorage
 
@@ -178,6 +179,24 @@ def test_a_run_is_deleted_with_everything(storage, command, tmp_path):
     assert command("delete", storage, "run", "--yes")[1] == "deleted run run\n"
     assert contents(storage) == {}
     assert contents(storage, "run2") == other
+
+
+def test_a_run_that_holds_one_of_another_storage_is_not_deleted(storage, command, tmp_path):
+    """The directory of a run may be somebody's storage; a run.json of users is no run."""
+    store = store_run(storage, tmp_path / "scratch")
+    reported = folder(tmp_path / "users", **{"run.json": "mine"})
+    attempt = Attempt(store)
+    attempt.session().report({}, reported)
+    write_outcome(store, Outcome(attempt.number, "completed"))
+    store.attach_metrics(store.latest().id, {"accuracy": 0.5}, name="run")
+    nested = store_run(f"{store.storage.url}/run", tmp_path / "scratch-2", name="other", ending=None)
+    before = contents(storage)
+    code, _, err = command("delete", storage, "run", "--yes")
+    assert (code, f"{store.storage.url}/run/other is another run, in a storage below run 'run'" in err) == (1, True)
+    assert contents(storage) == before
+    nested.storage.delete(nested.keys("other/"))
+    assert command("delete", storage, "run", "--yes")[0] == 0
+    assert contents(storage) == {}
 
 
 def test_a_checkpoint_is_deleted_also_the_latest(local, command, tmp_path):
