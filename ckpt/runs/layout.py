@@ -12,6 +12,7 @@
 <run>/checkpoints/<id>/<path>        data, immutable
 <run>/unreported/<attempt>-<token>/<path>  files that a rank still writes, on a local filesystem; nobody lists them
 <run>/manifests/<id>.json            the commit point, written last
+<run>/manifests/<id>.incoming        no manifest: the checkpoint is being copied here, and its data are no garbage
 <run>/manifests/<id>/<name>.json     metrics attached after the commit; here, so that listing manifests finds them at no cost
 <run>/metadata/<id>.json             metadata set after the commit
 <run>/latest.json                    a hint; may be stale or missing without harm
@@ -152,6 +153,9 @@ class Layout:
     def manifest(self, checkpoint_id: str) -> str:
         return f"{self.manifests}{checkpoint_id}.json"
 
+    def incoming(self, checkpoint_id: str) -> str:
+        return f"{self.manifests}{checkpoint_id}.incoming"  # older versions take it for a newer version's manifest
+
     def evaluations(self, checkpoint_id: str) -> str:
         return f"{self.manifests}{checkpoint_id}/"
 
@@ -224,8 +228,8 @@ class Layout:
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """The prefixes of what a copy of a whole run needs beside its checkpoints, those that others rely on first."""
-        of_training = (self.metrics, self.pins, self.quarantined, self.all_logs, self.all_evaluation_logs)
+        """The prefixes of what a copy of a whole run needs before its checkpoints, those that others rely on first."""
+        of_training = (self.metrics, self.pins, self.quarantined, self.all_logs)
         return *self.copied_with_checkpoints, *of_training, self.codes(), self.all_evaluation_codes, self.journal
 
 

@@ -26,6 +26,7 @@ from .pruning import MOST_IN_A_ROW
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
+_LONGEST_COPY_S = 2 * _DAY_S  # of the checkpoints that are copied together; clocks differ by hours
 _logger = logging.getLogger(__name__)
 
 
@@ -33,8 +34,9 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
     An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
-    pruned), or when a newer attempt began and the data is older than `grace_s`. Evaluations and their logs are deleted with
-    the data, or after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
+    pruned), or when a newer attempt began and the data is older than `grace_s`. It is none for two days after a copy of the
+    checkpoint to this storage began. Evaluations and their logs are deleted with the data, or after it. What cannot be deleted
+    is left to the next call, with one warning, and does not keep the rest.
 
     Args:
         run: The run.
@@ -50,8 +52,10 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     # Listed before and after the manifests: a restore puts the manifest, then removes the note; a quarantine does the opposite.
     quarantined = _quarantined(run)
     # Listed after the data: a checkpoint committed in between is then seen as committed, not as garbage.
-    manifests = run.keys(run.layout.manifests)
-    committed = {it for key in manifests if (it := committed_id(run.layout, key)) is not None}
+    manifests = {info.key: info.modified_s for info in run.storage.list(run.layout.manifests) if is_key(info.key)}
+    incoming = [key for key in manifests if key == run.layout.incoming(stem(key))]
+    # An incoming checkpoint makes no garbage of others, as a committed one does of earlier steps.
+    committed = {it for key in manifests.keys() - set(incoming) if (it := committed_id(run.layout, key)) is not None}
     attempts = list(run.storage.list(run.layout.attempts))
     newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
     quarantined |= _quarantined(run)
@@ -59,9 +63,12 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
     # An object may have a date in the future, such as a file of a machine whose clock was wrong.
     at_least_s = min(now_s, time.time())
+    # Their copies were killed. By this machine's clock: in a run to which nothing else is written, the storage's stands still.
+    stale = {key for key in incoming if manifests[key] < time.time() - _LONGEST_COPY_S}
+    present = committed | {stem(key) for key in incoming if key not in stale}
 
     def is_garbage(checkpoint_id: str) -> bool:
-        if not is_id(checkpoint_id) or checkpoint_id in committed or checkpoint_id in quarantined:
+        if not is_id(checkpoint_id) or checkpoint_id in present or checkpoint_id in quarantined:
             return False
         attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
         # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
@@ -84,17 +91,18 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
             _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
         expired_s = at_least_s - keep_quarantined_days * _DAY_S
-        expired = [it for it, since_s in quarantined.items() if it in data and it not in committed and since_s <= expired_s]
+        expired = [it for it, since_s in quarantined.items() if it in data and it not in present and since_s <= expired_s]
         garbage += _delete_quarantined(run, expired, data, failures)
-    kept = committed | (quarantined.keys() & (data.keys() - set(garbage)))
+    kept = present | (quarantined.keys() & (data.keys() - set(garbage)))
     _delete_left_evaluations(run, manifests, failures, kept=kept)
     with failures.noted("logs of evaluations"):
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
     _delete_unreported(run, newest_attempt, now_s - grace_s, failures)
     with failures.noted("empty directories"):
         _remove_emptied(run, data, now_s - grace_s)
-    with failures.noted("marks of deletions"):
+    with failures.noted("marks of deletions and copies"):
         remove_stale_marks(run, at_least_s)
+        run.storage.delete(stale)
     # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
     with failures.noted("temporary files"):
         run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))

@@ -1,23 +1,32 @@
-"""A copy of a run between storages: verified, manifests last, continued where it was interrupted.
+"""A copy of a run between storages: verified, each manifest after its data, continued where it was interrupted.
 
 A checkpoint exists by its manifest, so a killed copy leaves whole checkpoints and data without a manifest. The claims of
 attempts are copied before the manifests: a training that starts in between numbers its own attempts after them. No process may
 change the run meanwhile, which the caller makes sure of.
+
+Until the manifest is there, a garbage collection in the target would take the data for abandoned ones, at once if a later step
+of the same attempt is there. So an object beside the manifests, `Layout.incoming`, marks each checkpoint that is being copied.
+It is put first and removed last. A collection lists data before manifests, so it sees either this mark or the manifest.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, StorageError
+from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
+from prefect_torch.ckpt.runs.layout import Layout, attempt_number
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
-from prefect_torch.ckpt.storage.sizes import find_size
+from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
+
+_BATCH_BYTES = 16 * 2**30  # copied in less than the two days for which a collection believes a mark
+_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +34,26 @@ class CopyPlan:
     """The objects to copy, in this order.
 
     Attributes:
-        files: The data of the checkpoints, with the entry of each in its manifest.
+        layout: The keys of the run.
+        records: The keys of the records of the run, those that others rely on first.
         aside: The data of the checkpoints in quarantine, which may be damaged, and are copied as they are.
-        records: The keys of all other objects, those that others rely on first.
-        manifests: The keys of the manifests, oldest first.
+        checkpoints: The manifests of the checkpoints, oldest first.
+        attached: The keys of the evaluations and the changed metadata of each checkpoint, by its id.
+        logs: The keys of the logs of evaluations, which count as garbage before their checkpoints are there.
 
     """
 
-    files: Sequence[tuple[str, FileEntry]]
-    aside: Sequence[ObjectInfo]
+    layout: Layout
     records: Sequence[str]
-    manifests: Sequence[str]
+    aside: Sequence[ObjectInfo] = ()
+    checkpoints: Sequence[Manifest] = ()
+    attached: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    logs: Sequence[str] = ()
 
     @property
     def bytes(self) -> int:
         """The size of the data."""
-        return sum(entry.bytes for _, entry in self.files) + sum(info.bytes for info in self.aside)
+        return sum(it.total_bytes for it in self.checkpoints) + sum(info.bytes for info in self.aside)
 
 
 def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
@@ -50,21 +63,20 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
     """
     layout = run.layout
     chosen = sorted(manifests, key=lambda it: it.id)
-    files = [(layout.data(it.id, entry.path), entry) for it in chosen for entry in it.files]
     aside = [info for it in quarantined_ids(run) for info in run.storage.list(layout.data(it))] if whole else []
     of_sweep = [layout.sweep, layout.last_pin] if whole else []
     records = [key for prefix in (layout.copied if whole else layout.copied_with_checkpoints) for key in run.keys(prefix)]
-    attached = [key for it in chosen for key in run.keys(layout.evaluations(it.id))]
-    metadata = [layout.metadata(it.id) for it in chosen]
-    records = [layout.run_info, *of_sweep, *records, *attached, *metadata]
-    return CopyPlan(files, aside, records, [layout.manifest(it.id) for it in chosen])
+    attached = {it.id: [*run.keys(layout.evaluations(it.id)), layout.metadata(it.id)] for it in chosen}
+    logs = run.keys(layout.all_evaluation_logs) if whole else []
+    return CopyPlan(layout, [layout.run_info, *of_sweep, *records], aside, chosen, attached, logs)
 
 
 def check_same_run(source: Run, target: Storage) -> None:
-    """Raise if the target has another run of that name; one that an interrupted copy has left is the same.
+    """Raise if the target has another run of that name, or its copy was trained; what an interrupted copy has left is the same.
 
     Raises:
-        FileExistsError: If the target has another run.
+        FileExistsError: If the target has another run, or the copy has attempts of its own: those of the source would fence
+            them, and have the same numbers.
 
     """
     there = Run.open(target, source.name)
@@ -72,6 +84,16 @@ def check_same_run(source: Run, target: Storage) -> None:
     has_any = next(there.storage.list(f"{source.name}/"), None) is not None
     if has_any and (known is None or known != source.get_json(source.layout.run_info)):
         raise FileExistsError(f"{there.path} is another run: give another storage, or delete it first")
+    _check_not_trained(source.layout, claim_keys(source), target)
+
+
+def _check_not_trained(layout: Layout, claims: Collection[str], target: Storage) -> None:
+    own = {info.key for info in target.list(layout.attempts) if attempt_number(info.key)}.difference(claims)
+    if own:
+        raise FileExistsError(
+            f"{target.url}/{layout.run} is a copy that has been trained further, in attempt {attempt_number(min(own))}: give "
+            "another storage, or delete it first"
+        )
 
 
 def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Callable[[int], None]) -> int:
@@ -89,10 +111,11 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     Raises:
         CheckpointCorruptError: If the source's data differ from what was committed; the manifest is not copied then.
         FileNotFoundError: If a file is gone, such as by a prune.
+        StorageError: If data were deleted in the target meanwhile; a repeated copy continues.
+        FileExistsError: If a training has begun in the target; nothing is copied then.
 
     """
-    info, *records = plan.records
-    _copy_small(info, source, target)
+    _check_not_trained(plan.layout, plan.records, target)  # again: a plan may take minutes
 
     def copy_one(item: tuple[str, FileEntry]) -> int:
         key, entry = item
@@ -105,10 +128,42 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         advance(info.bytes)
         return copied
 
-    copied = sum(for_each(plan.files, copy_one)) + sum(for_each(plan.aside, copy_as_is))
-    for key in (*records, *plan.manifests):
+    for key in plan.records:
+        _copy_small(key, source, target)
+    copied = sum(for_each(plan.aside, copy_as_is))
+    layout = plan.layout
+    for batch in _batches(plan.checkpoints):
+        for_each(batch, lambda it: target.put_bytes(layout.incoming(it.id), b""))
+        copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
+        for key in (key for it in batch for key in plan.attached[it.id]):
+            _copy_small(key, source, target)
+        for it in batch:
+            _copy_small(layout.manifest(it.id), source, target)
+        for_each(batch, lambda it: _check_stays(layout, it, target))
+        target.delete(layout.incoming(it.id) for it in batch)
+    for key in plan.logs:
         _copy_small(key, source, target)
     return copied
+
+
+def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
+    """Yield checkpoints in groups that do not take days: files of several are copied concurrently."""
+    batch: list[Manifest] = []
+    for it in checkpoints:
+        batch.append(it)
+        if len(batch) == _BATCH or sum(each.total_bytes for each in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _check_stays(layout: Layout, manifest: Manifest, target: Storage) -> None:
+    """Remove a checkpoint that lacks data by now: a collection that began before its mark may have taken them for garbage."""
+    sizes = {layout.data(manifest.id, entry.path): entry.bytes for entry in manifest.files}
+    if (differs := find_other_size(target, layout.data(manifest.id), sizes)) is not None:
+        target.delete([layout.manifest(manifest.id)])
+        raise StorageError(f"{target.url}/{differs[0]} was deleted while its checkpoint was copied: the same command continues")
 
 
 def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:

@@ -4,10 +4,11 @@ import os
 from typing import Any
 
 import click
+from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.whole.copying import check_same_run, copy_planned, plan_copy
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.specs.location import canonical
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
     open_named_storage,
@@ -30,13 +31,14 @@ from .live_runs import check_not_live, ended_option
 @metric_option
 @order_option
 @ended_option
-def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, order: Any, ended: bool) -> None:
+def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, order: Any, ended: bool) -> int:
     """Copy a run, or one of its checkpoints, to another storage.
 
-    TARGET is a storage, in which the run has the same name. Every byte is verified on its way, and manifests are copied last:
-    an interrupted copy leaves no incomplete checkpoint, and the same command continues it. A run that is being trained is
-    refused, unless one checkpoint ID is copied. A sweep is copied with its trials. The source stays. Costs reading and
-    writing everything once; through this machine's temporary directory, unless the source is a directory here.
+    TARGET is a storage, in which the run has the same name. Every byte is verified on its way, and each manifest is copied
+    after its data: an interrupted copy leaves no incomplete checkpoint, and the same command continues it. A run that is being
+    trained is refused, unless one checkpoint ID is copied. A sweep is copied with its trials. The source stays. Costs reading
+    and writing everything once; through this machine's temporary directory, unless the source is a directory here. Exits with
+    1 if a manifest cannot be read, after all other checkpoints are copied.
     """
     if len(names) not in (1, 2):
         raise click.UsageError("give TARGET, or ID and TARGET")
@@ -54,11 +56,13 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
         raise ValueError(f"{target.url} is the storage of the run itself: give another one")
     for each in (store, *trials):
         check_same_run(each, target)
+    left_out: list[str] = []
     if is_whole_sweep:
         count = show_count(len(trials), "trial")
-        plans = [plan_copy(store, (), whole=True), *(plan_copy(trial, trial.list(), whole=True) for trial in trials)]
+        of_trials = [plan_copy(trial, _readable(trial, left_out), whole=True) for trial in trials]
+        plans = [plan_copy(store, (), whole=True), *of_trials]
     else:
-        manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else store.list()
+        manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else _readable(store, left_out)
         count, plans = show_count(len(manifests), "checkpoint"), [plan_copy(store, manifests, whole=not chosen)]
     size = sum(plan.bytes for plan in plans)
     try:
@@ -71,3 +75,15 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     say(
         f"{count} of run {run} in {target.url}: {show_bytes(copied)} copied" + (f", {there} was there" if size > copied else "")
     )
+    if left_out:
+        note(f"prefect-torch: not copied, since this version cannot read their manifests: {show_some(left_out)}")
+    return 1 if left_out else 0
+
+
+def _readable(store: CheckpointStore, left_out: list[str]) -> list[Manifest]:
+    """Return the manifests of a run that can be read; add the other checkpoints, each with its run, to `left_out`."""
+    listed = list(store.ids())
+    manifests = store.list()
+    unread = sorted(set(listed) - {it.id for it in manifests})
+    left_out.extend(f"{store.run} {it}" for it in unread if store.exists(it))  # else it was pruned meanwhile
+    return manifests

@@ -1,12 +1,19 @@
 """`copy` and `delete`: nothing half is left by an interruption, and nothing is taken from under a training or a pin."""
 
 import os
+import time
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore, StorageError
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal
+from prefect_torch.deployments.command_line import program
 from ranks import Attempt, folder
 from stored_runs import store_run
 from wrapped_storage import WrappedStorage
@@ -100,7 +107,77 @@ def test_a_copy_that_is_killed_at_any_put_leaves_only_whole_checkpoints_and_is_c
             puts += 1
         else:
             break
-    assert puts >= len(plan.files) + len(plan.manifests) + 3
+    assert puts >= sum(len(it.files) + 1 for it in plan.checkpoints) + 3
+
+
+class Collected(WrappedStorage):
+    """Collects the garbage of the run before each operation that `when` chooses, and counts what was collected."""
+
+    def __init__(self, inner, when):
+        super().__init__(inner)
+        self.when, self.num_runs, self.found = when, 0, []
+
+    def _do(self, verb, *args, **kwargs):
+        if self.when(verb, str(args[0])):
+            self.num_runs += 1
+            self.found += collect_garbage(CheckpointStore.open(self.inner, "run"))
+        return super()._do(verb, *args, **kwargs)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_garbage_collection_in_the_target_takes_nothing_of_a_copy(local, command, tmp_path, target, whole):
+    """The target has a later step of the attempt, by which data of the earlier ones look abandoned."""
+    store = store_run(local, tmp_path / "scratch")
+    for manifest in store.list():
+        store.attach_metrics(manifest.id, {"accuracy": 0.5})
+    assert command("copy", local, "run", "latest", target)[0] == 0
+    storage = Collected(LocalStorage(tmp_path / "target"), lambda verb, key: verb.startswith("put"))
+    copy_planned(plan_copy(store, store.list(), whole=whole), store.storage, storage, lambda _: None)
+    assert storage.num_runs > 10
+    assert storage.found == []
+    there = CheckpointStore.open(target, "run")
+    assert there.list() == store.list()
+    for manifest in there.list():
+        there.verify(manifest)
+    assert not [info.key for info in there.storage.list("run/") if "incoming" in info.key]
+
+
+def test_a_copy_looks_whether_what_a_killed_one_left_is_still_there(local, command, tmp_path, target):
+    """A collection in the target that began before the copy may delete it."""
+    store = store_run(local, tmp_path / "scratch")
+    assert command("copy", local, "run", target)[0] == 0
+    there = CheckpointStore.open(target, "run")
+    first = there.list()[0]
+    there.storage.delete([there.layout.manifest(first.id)])
+
+    class Slow(WrappedStorage):
+        def _do(self, verb, *args, **kwargs):
+            if (verb, args[0]) == ("put_bytes", there.layout.manifest(first.id)):
+                self.inner.delete([there.layout.data(first.id, "model")])
+            return super()._do(verb, *args, **kwargs)
+
+    with pytest.raises(StorageError, match=r"/model was deleted while its checkpoint was copied: the same command continues"):
+        copy_planned(plan_copy(store, store.list(), whole=True), store.storage, Slow(there.storage), lambda _: None)
+    assert first.id not in there.ids()
+    assert command("copy", local, "run", target)[0] == 0
+    assert command("verify", target, "run")[0] == 0
+
+
+def test_what_a_killed_copy_left_is_garbage_after_two_days(local, command, tmp_path, target):
+    store_run(local, tmp_path / "scratch")
+    assert command("copy", local, "run", target)[0] == 0
+    there = CheckpointStore.open(target, "run")
+    killed, done, _ = there.list()
+    marks = [there.layout.incoming(it.id) for it in (killed, done)]
+    for mark in marks:
+        there.storage.put_bytes(mark, b"")
+    there.storage.delete([there.layout.manifest(killed.id)])
+    assert collect_garbage(there) == []
+    for mark in marks:
+        os.utime(tmp_path / "target" / mark, (time.time() - 49 * 3600,) * 2)
+    assert collect_garbage(there) == [killed.id]
+    assert not [info.key for info in there.storage.list(there.layout.manifests) if "incoming" in info.key]
+    assert command("verify", target, "run")[0] == 0
 
 
 def test_a_copy_continues_over_a_torn_file(local, command, tmp_path, target):
@@ -119,6 +196,20 @@ def test_damage_of_the_source_is_not_copied(local, command, tmp_path, target):
     code, _, err = command("copy", local, "run", target)
     assert (code, "differs from what was committed" in err) == (1, True)
     assert list(CheckpointStore.open(target, "run").ids()) == []
+
+
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_named_after_the_others_are_copied(local, capsys, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch")
+    newer, damaged, whole = store.list()
+    text = store.storage.get_bytes(store.layout.manifest(damaged.id))
+    store.storage.put_bytes(store.layout.manifest(damaged.id), text.replace(b"loss", b"lost"))
+    store.storage.put_bytes(store.layout.manifest(newer.id), seal({"format": FORMAT_VERSION + 1}))
+    assert program.run(["copy", local, "run", target]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"1 checkpoint of run run in {target}: ")
+    named = f"not copied, since this version cannot read their manifests: run {newer.id}, run {damaged.id}"
+    assert named in err
+    assert list(CheckpointStore.open(target, "run").ids()) == [whole.id]
 
 
 def test_a_copy_opens_no_pipe_and_copies_no_file_of_another_size(local, command, tmp_path, target):
@@ -146,6 +237,25 @@ def test_a_copy_refuses_another_run_of_that_name_and_its_own_storage(local, comm
     for itself in (local, tmp_path / "link"):
         code, _, err = command("copy", local, "run", itself)
         assert (code, "is the storage of the run itself" in err) == (1, True)
+
+
+@pytest.mark.parametrize("chosen", [[], ["latest"]])
+def test_a_copy_that_was_trained_is_not_copied_over(local, command, tmp_path, target, chosen):
+    """Also if the source has as many attempts by then: they are others, whose claims would fence the training in the copy."""
+    store = store_run(local, tmp_path / "scratch")
+    assert command("copy", local, "run", *chosen, target)[0] == 0
+    there = CheckpointStore.open(target, "run")
+    trained = claim_attempt(there, Owner.current(), world_size=1, lineage=1)
+    for _ in range(2):
+        again = claim_attempt(store, Owner.current(), world_size=1, lineage=1)
+        write_outcome(store, Outcome(again.number, "failed", kind="user"))
+    before = contents(target)
+    code, _, err = command("copy", local, "run", *chosen, target)
+    assert (code, f"{target}/run is a copy that has been trained further, in attempt {trained.number}" in err) == (1, True)
+    with pytest.raises(FileExistsError, match="has been trained further"):
+        copy_planned(plan_copy(store, [], whole=True), store.storage, there.storage, lambda _: None)
+    assert contents(target) == before
+    check_fence(there, trained.number)
 
 
 @pytest.mark.parametrize("verb", ["copy", "delete"])
