@@ -1,6 +1,5 @@
 """The metric history: every report of rank 0, in chunks beside the checkpoints and independent of them."""
 
-import logging
 import threading
 import time
 from collections import deque
@@ -11,7 +10,6 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.index.reading import read_manifests
@@ -22,12 +20,12 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.records import fields_of
 
-from .metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
+from .parts.merging import Merging
+from .parts.metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, list_chunks, new_chunk, read_chunk, read_records
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
 _COLUMNS = itemgetter("attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged")
-_logger = logging.getLogger(__name__)
 _NO_TAGS = {int, float, bool, type(None)}  # values of these types cannot be the content of a tag
 
 
@@ -92,8 +90,7 @@ class HistoryWriter:
         self._first = 0  # the number of the first of `_lines`
         self._lines: list[bytes] = []  # stored lines that are not yet merged into a chunk of a thousand
         self._parts: dict[Chunk, bool] = {}  # each part, and whether it certainly exists: after an error it may exist or not
-        self._replaced: list[Chunk] = []
-        self._has_told = False
+        self._merging = Merging(run.storage, f"the metric history of run {run.name!r}")
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
         self._one_flush = threading.Lock()
@@ -149,22 +146,13 @@ class HistoryWriter:
         """Replace all parts by one object; the next call completes a merge that an error interrupted."""
         if len(self._parts) > 1:
             whole = new_chunk(self._run.layout, self._attempt, self._first + len(self._lines) - 1, len(self._lines))
-            if not self._parts.setdefault(whole, False):  # else all lines were stored in one put, after errors
-                self._run.storage.put_bytes(whole.key, join_lines(self._lines))
-            if self._run.storage.get_bytes(whole.key) != join_lines(self._lines):
-                raise StorageError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
-            self._replaced += [part for part in self._parts if part != whole]
+            is_stored = self._parts.setdefault(whole, False)  # true if all lines were stored in one put, after errors
+            parts = [part.key for part in self._parts if part != whole]
+            self._merging.replace(parts, whole.key, join_lines(self._lines), is_stored=is_stored)
             self._parts = {whole: True}
         if self._is_full:
             self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
-        if self._replaced:
-            try:
-                self._run.storage.delete([part.key for part in self._replaced])
-            except PermissionError as exc:  # readers take the merged ones, so that only space is lost
-                message = "small objects of the metric history of run %r, which is stored, cannot be deleted, and stay: %s"
-                _logger.log(logging.DEBUG if self._has_told else logging.WARNING, message, self._run.name, exc)
-                self._has_told = True
-            self._replaced = []
+        self._merging.delete_replaced()
 
 
 def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> list[MetricRecord]:

@@ -10,8 +10,8 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
-from prefect_torch.ckpt.runs.metric_chunks import Chunk, read_records
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.parts.metric_chunks import Chunk, read_records
 from prefect_torch.ckpt.text import show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.run_summaries import RUN_STYLES

@@ -16,6 +16,7 @@ from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
+from prefect_torch.ckpt.runs.parts.merging import Merging
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -60,12 +61,14 @@ class Journal:
         self._next = entries
         self._parts: list[Part] = []  # of this attempt, not merged yet
         self._lines: list[bytes] = []
+        self._merging = Merging(run.storage, f"the journal of sweep {run.name!r}")
 
     def append(self, entry: Entry) -> None:
         """Store `entry`; durable when this returns. Costs a put and a listing of a few keys.
 
         Raises:
             FencedError: If another process leads the sweep by now.
+            StorageError: If the storage fails, also if only the merge with earlier entries does, after this one was stored.
 
         """
         check_fence(self._run, self._attempt)
@@ -79,16 +82,14 @@ class Journal:
             self._merge()
 
     def _merge(self) -> None:
-        """Replace the newest parts by one object, which sorts after them; a crash in between leaves both, which is harmless."""
+        """Replace the newest parts by one object, which sorts after them."""
         whole = self._part(self._next - 1, len(self._lines))
         data = b"\n".join(self._lines)
-        self._run.storage.put_bytes(whole.key, data)
-        if self._run.storage.get_bytes(whole.key) != data:
-            raise JournalDamagedError(f"{self._run.storage.url}/{whole.key} holds something else than was stored just now")
-        self._run.storage.delete([part.key for part in self._parts])
+        self._merging.replace([part.key for part in self._parts], whole.key, data)
         self._parts = [whole]
         if len(self._lines) >= MOST_ENTRIES or len(data) >= MOST_BYTES:
             self._parts, self._lines = [], []
+        self._merging.delete_replaced()
 
     def _part(self, last: int, count: int) -> Part:
         return Part(last, self._attempt, count, f"{self._run.layout.journal}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs import history as history_module
-from prefect_torch.ckpt.runs import metric_chunks as chunks_module
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
-from prefect_torch.ckpt.runs.metric_chunks import encode_line, new_chunk, read_chunk
+from prefect_torch.ckpt.runs.parts import metric_chunks as chunks_module
+from prefect_torch.ckpt.runs.parts.metric_chunks import encode_line, new_chunk, read_chunk
 from prefect_torch.ckpt.storage.records import fields_of, seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result

@@ -56,6 +56,16 @@ def asked_while_answered(sweep, ask, decides_on):
     return results
 
 
+def test_a_sweep_that_expects_no_question_begins_without_the_right_to_delete():
+    class Refusing(MemoryStorage):
+        def delete(self, keys):
+            if list(keys):
+                raise PermissionError("access is refused")
+
+    storage = Refusing()
+    expect_questions(Run(storage, Layout("sweep"), StorageSpec(storage.url)), are_expected=False)
+
+
 def test_a_question_is_answered_once_and_leaves_nothing(sweep):
     deciding, trial = Deciding(), AskedDecisions(sweep, TRIAL)
     assert asked_while_answered(sweep, trial.points, {TRIAL: deciding}.get) == [deciding.points()]

@@ -6,7 +6,7 @@ import re
 import pytest
 from crash_points import crash_points
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt import FencedError, StorageSpec
+from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -50,6 +50,36 @@ def test_entries_stay_in_order_and_few_objects(small):
         journal.append({"n": number, "score": float("nan")})
     assert numbers(run) == list(range(40))
     assert len(list_parts(run)) <= 40 // 6 + 3
+
+
+def test_a_journal_without_the_right_to_delete_is_stored_and_told_once(small, caplog):
+    class Refusing(MemoryStorage):
+        def delete(self, keys):
+            if any("/journal/" in key for key in keys):
+                raise PermissionError("access is refused")
+            super().delete(keys)
+
+    run = sweep_in(Refusing())
+    journal = lead(run)
+    for number in range(40):
+        journal.append({"n": number})
+    assert numbers(run) == list(range(40))
+    assert caplog.messages == [
+        "small objects of the journal of sweep 'sweep', which is stored, cannot be deleted, and stay: access is refused"
+    ]
+
+
+def test_a_journal_whose_merged_object_is_not_what_was_stored_keeps_its_parts(small):
+    class Changing(MemoryStorage):
+        def get_bytes(self, key):
+            return super().get_bytes(key) + (b"?" if key.endswith("000003.jsonl") else b"")
+
+    storage = Changing()
+    journal = lead(sweep_in(storage))
+    journal.append({"n": 0})
+    with pytest.raises(StorageError, match=r"000003\.jsonl holds something else than was stored just now$"):
+        journal.append({"n": 1})
+    assert sum(part.count for part in list_parts(sweep_in(storage))) == 6
 
 
 def test_a_crash_at_any_operation_loses_no_entry_that_was_appended_and_invents_none(small):
