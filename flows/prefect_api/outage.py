@@ -74,6 +74,7 @@ def outlast_api_outages() -> Iterator[None]:
 def is_outage(error: BaseException) -> bool:
     """Return whether a request failed because Prefect's API is away, or its database is, so that it may succeed later.
 
+    A page of a proxy in the place of an answer, whatever its status, shows that the API is away.
     An embedded server that died too often is not restarted.
     """
     keeper = _keeper.get(None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
@@ -175,7 +174,7 @@ class DeployedTrials:
             try:
                 with without_retries():  # retries would wait here, and no trial would get an answer
                     flow_run_id = self._flow_run_of(start)
-            except httpx.HTTPError as exc:
+            except Exception as exc:
                 if not is_outage(exc):
                     raise
                 start.pauses.record()
@@ -262,7 +261,7 @@ class DeployedTrials:
         try:
             with without_retries():
                 return bool(find_alive(trial))
-        except httpx.HTTPError as exc:
+        except Exception as exc:
             if not is_outage(exc):
                 raise
             return True  # assumed: `start` looks again

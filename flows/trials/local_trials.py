@@ -8,9 +8,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 from prefect import flow
-from prefect.exceptions import PrefectException
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt.runs.run import Run
@@ -52,6 +50,7 @@ class _Running:
         trial: The trial.
         termination: Whether it is being terminated.
         earlier: The trial before its pause, where that has not ended yet: its ranks are winding down.
+        is_requested: Whether Prefect's API has been asked for its flow run.
         flow_run_id: Its flow run; None while there is none.
         value: What its function returned.
         error: What its flow run raised.
@@ -62,6 +61,7 @@ class _Running:
     trial: TrialRecord
     termination: Termination
     earlier: "_Running | None" = None
+    is_requested: bool = False
     flow_run_id: str | None = None
     value: Any = None
     error: BaseException | None = None
@@ -179,6 +179,7 @@ class LocalTrials:
         _given.set(_Given(job, running, self._heartbeat_s, self._search.metrics, lambda: self._search.trials[number].state))
         without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         assert self._clients is not None
+        running.is_requested = True
         call, key = self._clients.call, secrets.token_hex(16)  # one key, so that a lost answer starts no second flow run
         with self._clients.used(), using(without_heartbeats):  # the trial sends its own
             # With results of its own: else a trial's result could be returned as the sweep's where the sweep raises.
@@ -187,7 +188,7 @@ class LocalTrials:
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
             return None
-        if running.flow_run_id is None and isinstance(running.error, (httpx.HTTPError, PrefectException)):
+        if running.is_requested and running.flow_run_id is None and isinstance(running.error, Exception):
             # The trial is not at fault, and all later ones would fail in the same second.
             raise SweepFailedError(
                 f"trial {running.trial.number} has no flow run, since Prefect's API refuses it: {first_line(running.error)}; "

@@ -154,7 +154,7 @@ def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
-    except (PrefectException, httpx.HTTPError) as exc:
+    except (PrefectException, httpx.HTTPError, ValueError) as exc:
         get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
 
 
@@ -169,7 +169,7 @@ def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
     for trial in trials:
         try:
             alive = [it for it in find_alive(trial) if not is_ending(it)]
-        except (PrefectException, httpx.HTTPError) as exc:
+        except (PrefectException, httpx.HTTPError, ValueError) as exc:
             get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
             continue
         for flow_run in alive:

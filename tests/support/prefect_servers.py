@@ -261,16 +261,16 @@ def assert_task_runs_of_ranks_are_final(storage: str, num_attempts: int | None =
 
 
 @contextmanager
-def api_that_answers(status: int) -> Iterator[None]:
-    """Let clients in this process use an API that answers whatever is asked with `status` and an empty list."""
+def api_that_answers(status: int, body: bytes = b"[]") -> Iterator[None]:
+    """Let clients in this process use an API that answers whatever is asked with `status` and `body`, an empty list."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(status)
-            self.send_header("Content-Length", "2")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(b"[]")
+            self.wfile.write(body)
 
         do_POST = do_GET  # noqa: N815 - as http.server names it
 

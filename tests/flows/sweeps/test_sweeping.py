@@ -365,14 +365,23 @@ def test_a_trial_that_fails_on_its_way_out_after_a_stop_trains_no_further(run):
     assert [record.step for record in result.trials[0].result.history] == [0, 1]
 
 
-def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeypatch):
+def lose_answer() -> None:
+    raise httpx.ReadTimeout("no answer")
+
+
+def read_page() -> None:
+    httpx.Response(200, html="<html>Please log in</html>").json()
+
+
+@pytest.mark.parametrize("fail", [lose_answer, read_page])
+def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeypatch, fail):
     create, keys = SubflowClients._create_run, []
 
     def lose_the_first_answer(self, *arguments):
         keys.append(arguments[-1])
         created = create(self, *arguments)
         if len(keys) == 1:
-            raise httpx.ReadTimeout("no answer")
+            fail()
         return created
 
     monkeypatch.setattr(SubflowClients, "_create_run", lose_the_first_answer)

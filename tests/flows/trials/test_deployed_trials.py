@@ -19,9 +19,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
+    temporary_settings,
+)
 from prefect.states import Cancelling, Failed, Pending, Running
-from prefect_servers import wait_until
+from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
@@ -214,6 +219,19 @@ def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost
     assert keys[0] == keys[1]
     trials.start(TRIAL)
     assert keys[2] != keys[0], "it is another start"
+
+
+@pytest.mark.parametrize("page", [b"<html>Please log in</html>", "<html>Zug\u00e4nge</html>".encode("latin-1"), b""])
+def test_a_trial_whose_start_gets_a_page_of_a_proxy_instead_of_an_answer_waits(trials, monkeypatch, page):
+    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {})
+    checked = {PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False}  # as it was when the sweep began
+    with disable_run_logger(), api_that_answers(200, page), temporary_settings(checked):
+        trials.start(TRIAL)
+        assert trials.running_runs() == {TRIAL.run}
+        assert trials._starting[TRIAL.number].pauses.wait_s() > 0
+        assert trials._goes_on_elsewhere(TRIAL), "nobody knows"
+        trial_flow_runs.cancel(TRIAL, uuid4(), "the sweep ends")
+        trial_flow_runs.cancel_flow_runs([TRIAL], "the sweep begins again")
 
 
 def test_a_sweep_that_was_overtaken_leaves_the_trials_to_its_successor(api, trials, tmp_path):

@@ -37,10 +37,12 @@ def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one
     assert trials._end_of(start) == TrialEnd("failed", "ValueError: working_dir='code': there is no directory code")
 
 
-@pytest.mark.parametrize("error", [ObjectNotFound(None), httpx.ConnectError("refused by a server that has given up")])
+@pytest.mark.parametrize(
+    "error", [ObjectNotFound(None), httpx.ConnectError("refused by a server that has given up"), KeyError("id")]
+)
 def test_a_trial_that_prefect_refuses_ends_the_sweep_and_goes_on_with_it(tmp_path, error):
     trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
-    start = _Running(TrialRecord(3, "sweep/trial-0003-0123abcd", {}, 0), Termination(0.0), error=error)
+    start = _Running(TrialRecord(3, "sweep/trial-0003-0123abcd", {}, 0), Termination(0.0), is_requested=True, error=error)
     with pytest.raises(SweepFailedError, match=r"trial 3 has no flow run.*goes on when it is started again"):
         trials._end_of(start)
     start.termination.request(error)  # as of the others, when the sweep ends
