@@ -14,6 +14,7 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
+from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
@@ -29,6 +30,7 @@ from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
+from prefect_torch.tasks.training.restarts import committed_attempts
 from pydantic_core import to_jsonable_python
 
 from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended, is_ending
@@ -100,7 +102,7 @@ class DeployedTrials:
         self._function = function
         self._starting: dict[int, _Start] = {}
         self._running: dict[int, tuple[TrialRecord, UUID]] = {}
-        self._num_lost: Counter[int] = Counter()
+        self._num_lost: Counter[tuple[int, str]] = Counter()  # by trial and budget
         self._watch = FlowRunWatch(sweep.spec)
         self._give_up_s: float | None = None
 
@@ -254,7 +256,7 @@ class DeployedTrials:
         if status is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
             said = flow_run.state.message or flow_run.state.name
             return TrialEnd("failed", f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}")
-        return self._count_lost(trial.number)
+        return self._count_lost(trial, flow_run_id)
 
     def _goes_on_elsewhere(self, trial: TrialRecord) -> bool:
         """Return whether another flow run trains the trial, which `start` takes over, such as one started by an automation."""
@@ -266,9 +268,16 @@ class DeployedTrials:
                 raise
             return True  # assumed: `start` looks again
 
-    def _count_lost(self, number: int) -> TrialEnd | None:
-        self._num_lost[number] += 1
-        most = self._training.failure.max_infrastructure_failures
-        if most == UNLIMITED or self._num_lost[number] <= most:
+    def _count_lost(self, trial: TrialRecord, flow_run_id: UUID) -> TrialEnd | None:
+        """Count a lost flow run as a training counts a killed flow; return the trial's end if the budget is used up."""
+        run, failure = Run.open(self._training.storage, trial.run), self._training.failure
+        attempts = list(list_attempts(run))
+        led = {attempt.number for attempt in attempts if attempt.owner.flow_run_id == str(flow_run_id)}
+        budget, most = "max_infrastructure_failures", failure.max_infrastructure_failures
+        if led and max(led) in committed_attempts(run, attempts):
+            budget, most = "max_preemptions", failure.max_preemptions
+        self._num_lost[trial.number, budget] += 1
+        num_lost = self._num_lost[trial.number, budget]
+        if most == UNLIMITED or num_lost <= most:
             return None
-        return TrialEnd("failed", f"its flow run was lost {self._num_lost[number]} times")
+        return TrialEnd("failed", f"its flow run was lost {num_lost} times, with {budget}={most}")

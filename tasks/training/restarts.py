@@ -8,6 +8,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, FailureKind, list_
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
@@ -112,7 +113,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     attempts = list(list_attempts(store))
     earlier = [attempt for attempt in attempts if attempt.owner.is_earlier_process_of(owner)]
     is_unknown = any(attempt.number not in kinds for attempt in earlier)
-    committed = _committed_attempts(store, attempts) if is_unknown else set()
+    committed = committed_attempts(store, attempts) if is_unknown else set()
     for attempt in earlier:
         if attempt.number not in kinds:
             yield "preemption" if attempt.number in committed else "infrastructure"
@@ -120,7 +121,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
             yield kind
 
 
-def _committed_attempts(store: CheckpointStore, attempts: Sequence[Attempt]) -> set[int]:
+def committed_attempts(store: Run, attempts: Sequence[Attempt]) -> set[int]:
     """Return which attempts have committed a checkpoint, though retention may have deleted it since."""
     known = {attempt_of(checkpoint_id) for checkpoint_id in store.ids()}
     known.update(record.attempt for record in read_history(store) if record.checkpoint is not None)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import httpx
 import pytest
+from commits import commit
 from forked_programs import Popen
 from owners import OWNERS
 from prefect.client.orchestration import get_client
@@ -25,7 +26,7 @@ from prefect.settings import (
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
     temporary_settings,
 )
-from prefect.states import Cancelling, Failed, Pending, Running
+from prefect.states import Cancelling, Crashed, Failed, Pending, Running
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
@@ -255,6 +256,26 @@ def test_trials_have_answers_while_the_api_is_away_which_is_asked_rarely(api, tr
     assert api.looks == 1
     trials._give_up_s = 0.0  # it has been terminated, and the time for that is over
     assert trials.take_ended(0.2) == {0: None}
+
+
+@pytest.mark.parametrize(
+    ("has_committed", "failure", "most"),
+    [(False, {}, 3), (True, {}, None), (True, {"max_preemptions": 1}, 1), (False, {"max_infrastructure_failures": 0}, 0)],
+)
+def test_a_lost_flow_run_that_has_committed_a_checkpoint_was_preempted(api, trials, tmp_path, has_committed, failure, most):
+    trials._training.failure = FailureConfig(**failure)
+    run, ends = Run.open(str(tmp_path), TRIAL.run), []
+    for step in range(6):
+        lost = api.flow_run = FlowRun(id=uuid4(), flow_id=uuid4(), name="lost", state=Crashed(message="evicted"))
+        attempt = claim_attempt(run, Owner.current(str(lost.id)), world_size=1)
+        if has_committed:
+            commit(run, step, attempt=attempt.number)
+        trials._running = {0: (TRIAL, lost.id)}
+        ends += trials.take_ended(0).values()
+    assert [end is None for end in ends] == [most is None or place < most for place in range(6)]
+    if most is not None:
+        name = "max_preemptions" if has_committed else "max_infrastructure_failures"
+        assert ends[most].reason == f"its flow run was lost {most + 1} times, with {name}={most}"
 
 
 def test_a_trial_that_another_flow_run_trains_goes_on_in_that_one(api, trials):
