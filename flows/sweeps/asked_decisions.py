@@ -24,15 +24,33 @@ _logger = logging.getLogger(__name__)
 
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
-    """Record whether the leaders of the sweep's trials send it questions, and delete answers that no leader waits for."""
+    """Record whether the leaders of the sweep's trials send it questions, and delete those that are answered.
+
+    Answers that no leader waits for are deleted, too: the others stay until the next start, for leaders that still wait.
+    """
     unread = {stem(key): key for key in sweep.keys(sweep.layout.all_answered)}
-    for token in sweep.keys(sweep.layout.all_asked):  # listed after the answers, whose readers delete the question first
-        unread.pop(stem(token), None)
-    sweep.storage.delete(unread.values())
+    asked = sweep.keys(sweep.layout.all_asked)  # listed after the answers, whose readers delete the question first
+    answered = [key for key in asked if unread.pop(stem(key), None) is not None]
+    sweep.storage.delete([*unread.values(), *answered])
     if are_expected:
         sweep.put_json(sweep.layout.deployed, {"asks": True})
     elif are_questions_expected(sweep):  # a storage may refuse every deletion
         sweep.storage.delete([sweep.layout.deployed])
+
+
+def forget_questions(sweep: Run, trial: str) -> None:
+    """Delete the answered questions of a trial whose leader has ended; another leader that waits still reads its answer.
+
+    Each of them would cost a request at each look. Costs a listing, and a second one if there are any.
+
+    Args:
+        sweep: The sweep.
+        trial: The trial's name within it.
+
+    """
+    asked = [key for key in sweep.keys(sweep.layout.all_asked) if stem(key).rpartition("-")[0] == trial]
+    answered = set(map(stem, sweep.keys(sweep.layout.all_answered))) if asked else set()
+    sweep.storage.delete([key for key in asked if stem(key) in answered])
 
 
 def are_questions_expected(sweep: Run) -> bool:

@@ -20,7 +20,7 @@ from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.prefect_api.deployments import read_deployment
 from prefect_torch.flows.prefect_api.outage import is_outage
 from prefect_torch.flows.prefect_api.settings import without_retries
-from prefect_torch.flows.sweeps.asked_decisions import answer_questions
+from prefect_torch.flows.sweeps.asked_decisions import answer_questions, forget_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import is_same
@@ -245,6 +245,7 @@ class DeployedTrials:
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
         """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
         answer_questions(self._sweep, self._decides_on)  # its last question may have come just before its end
+        forget_questions(self._sweep, trial.run.rpartition("/")[2])  # its process may have been killed while it waited
         if self._give_up_s is not None:
             return None
         run = Run.open(self._training.storage, trial.run)

@@ -15,7 +15,13 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, uniform
-from prefect_torch.flows.sweeps.asked_decisions import AskedDecisions, answer_questions, asked_decisions, expect_questions
+from prefect_torch.flows.sweeps.asked_decisions import (
+    AskedDecisions,
+    answer_questions,
+    asked_decisions,
+    expect_questions,
+    forget_questions,
+)
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import decode_event
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -125,11 +131,27 @@ def test_no_answer_is_left_for_a_trial_that_waits_no_longer(sweep):
 
 
 def test_a_sweep_begins_without_answers_that_nobody_has_read(sweep):
-    kept = [f"sweep/{kind}/{TRIAL}-0123456789abcdef.json" for kind in ("answered", "asked")]
-    for key in (*kept, f"sweep/answered/{TRIAL}-ffffffffffffffff.json"):
+    answer, question, unanswered = (
+        f"sweep/{name}.json"
+        for name in (f"answered/{TRIAL}-0123456789abcdef", f"asked/{TRIAL}-0123456789abcdef", f"asked/{TRIAL}-fedcba9876543210")
+    )
+    for key in (answer, question, unanswered, f"sweep/answered/{TRIAL}-ffffffffffffffff.json"):
         sweep.put_json(key, {"points": True})
     expect_questions(sweep, are_expected=False)
-    assert sweep.keys("") == kept
+    assert sweep.keys("") == [answer, unanswered], "a leader that still waits reads the answer"
+    expect_questions(sweep, are_expected=False)
+    assert sweep.keys("") == [unanswered]
+
+
+def test_an_answered_question_of_a_trial_that_was_killed_is_forgotten(sweep):
+    other = "trial-0001-0123abcd"
+    for trial in (TRIAL, other):
+        sweep.put_json(f"sweep/asked/{trial}-0123456789abcdef.json", {"points": True})
+    assert answer_questions(sweep, {TRIAL: Deciding(), other: Deciding()}.get) == 2
+    sweep.put_json(f"sweep/asked/{TRIAL}-fedcba9876543210.json", {"points": True})
+    forget_questions(sweep, TRIAL)
+    assert [stem(key) for key in sweep.keys("sweep/asked/")] == [f"{TRIAL}-fedcba9876543210", f"{other}-0123456789abcdef"]
+    assert len(sweep.keys("sweep/answered/")) == 2
 
 
 def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):

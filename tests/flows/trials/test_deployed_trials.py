@@ -278,6 +278,17 @@ def test_a_lost_flow_run_that_has_committed_a_checkpoint_was_preempted(api, tria
         assert ends[most].reason == f"its flow run was lost {most + 1} times, with {name}={most}"
 
 
+def test_the_answered_questions_of_a_flow_run_that_has_ended_are_not_looked_at_again(api, trials, tmp_path):
+    sweep_run, token = Run.open(str(tmp_path), "sweep"), f"{TRIAL.run.partition('/')[2]}-0123456789abcdef"
+    for key in (sweep_run.layout.asked(token), sweep_run.layout.answered(token)):
+        sweep_run.put_json(key, {"points": None})
+    api.flow_run.state = Crashed(message="killed")
+    trials._search = SimpleNamespace(trials={})
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    assert trials.take_ended(0) == {0: None}
+    assert sweep_run.keys(sweep_run.layout.all_asked) == []
+
+
 def test_a_trial_that_another_flow_run_trains_goes_on_in_that_one(api, trials):
     api.flow_run.state = Failed(message="attempt 1 was overtaken by attempt 2")
     api.tagged = [api.flow_run.model_copy(update={"id": uuid4(), "state": Running()})]
