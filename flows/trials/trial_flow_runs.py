@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from contextvars import Context, copy_context
 from uuid import UUID
 
 import httpx
@@ -13,6 +14,7 @@ from prefect.states import Cancelling, Crashed
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, begins_at_once, newest_heartbeat, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.prefect_api.paging import read_pages
@@ -68,26 +70,35 @@ class FlowRunWatch:
 
     def _lost(self, client: SyncPrefectClient, trials: Mapping[UUID, TrialRecord], found: Mapping[UUID, FlowRun]) -> set[UUID]:
         """Set flow runs that have not ended to Crashed if their process is gone or silent, and return their ids."""
-        lost: set[UUID] = set()
         if time.monotonic() < self._looked_s + _LOOK_FOR_LOST_S:
-            return lost
+            return set()
         self._looked_s = time.monotonic()
-        for flow_run_id, trial in trials.items():
-            if flow_run_id not in found or has_ended(found[flow_run_id]):
-                self._gone_since_s.pop(flow_run_id, None)
-                continue
-            status = self._status(trial, flow_run_id)
-            is_gone = None if status is None else status.is_process_gone
-            if not is_gone:
-                self._gone_since_s.pop(flow_run_id, None)
-            if is_gone and self._looked_s - self._gone_since_s.setdefault(flow_run_id, self._looked_s) >= _GONE_S:
-                client.set_flow_run_state(flow_run_id, Crashed(message="its process is gone"), force=True)
-                lost.add(flow_run_id)
-            elif is_gone is None and self._silence.lasts_long(client, found[flow_run_id], has_claimed=status is not None):
-                message = "no sign of life: its process, or the one that was to begin it, is dead or cut off"
-                client.set_flow_run_state(flow_run_id, Crashed(message=message), force=True)
-                lost.add(flow_run_id)
-        return lost
+        alive = [it for it in trials if it in found and not has_ended(found[it])]
+        # Concurrently, since trials wait for decisions meanwhile.
+        statuses = dict(zip(alive, read_all(alive, lambda it: self._status(trials[it], it)), strict=True))
+        gone = [it for it, status in statuses.items() if status is not None and status.is_process_gone]
+        self._gone_since_s = {it: self._gone_since_s.get(it, self._looked_s) for it in gone}
+        lost = {it: "its process is gone" for it, since_s in self._gone_since_s.items() if self._looked_s - since_s >= _GONE_S}
+        message = "no sign of life: its process, or the one that was to begin it, is dead or cut off"
+        lost |= dict.fromkeys(self._silent(client, found, statuses), message)
+        for flow_run_id, message in lost.items():
+            client.set_flow_run_state(flow_run_id, Crashed(message=message), force=True)
+        return set(lost)
+
+    def _silent(
+        self, client: SyncPrefectClient, found: Mapping[UUID, FlowRun], statuses: Mapping[UUID, AttemptStatus | None]
+    ) -> list[UUID]:
+        """Return the flow runs that have been silent for long, of those whose process this machine does not see."""
+        unseen = [it for it, status in statuses.items() if status is None or status.is_process_gone is None]
+        contexts = [copy_context() for _ in unseen]  # with the settings of this thread
+
+        def lasts_long(one: tuple[UUID, Context]) -> bool:
+            flow_run_id, context = one
+            has_claimed = statuses[flow_run_id] is not None
+            return context.run(self._silence.lasts_long, client, found[flow_run_id], has_claimed=has_claimed)
+
+        lasting = read_all(zip(unseen, contexts, strict=True), lasts_long)
+        return [it for it, is_long in zip(unseen, lasting, strict=True) if is_long]
 
     def _status(self, trial: TrialRecord, flow_run_id: UUID) -> AttemptStatus | None:
         """Return the status of the trial's newest attempt if the flow run leads it, else None."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -364,6 +365,23 @@ def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, 
         _, lost[clock.now_s] = watch.look([(TRIAL, api.flow_run.id)])
     assert lost == {100.0: set(), 103.0: set(), 105.0: set(), 109.0: set(), 110.0: {api.flow_run.id}}
     assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
+
+
+def test_many_flow_runs_are_looked_at_concurrently(api, tmp_path, monkeypatch):
+    together, waits = threading.Barrier(10), []
+
+    def wait(*_):
+        waits.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        together.wait(10)
+
+    monkeypatch.setattr(trial_flow_runs, "read_status", wait)
+    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", wait)
+    found = {it: api.flow_run.model_copy(update={"id": it}) for it in (uuid4() for _ in range(20))}
+    trials = {it: TrialRecord(number, f"many/trial-{number:04d}-0123abcd", {}, number) for number, it in enumerate(found)}
+    with without_retries():
+        assert FlowRunWatch(StorageSpec(str(tmp_path)))._lost(api, trials, found) == set()
+    assert len(waits) == 40
+    assert set(waits[20:]) == {0}, "the requests are not repeated"
 
 
 def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_path, monkeypatch):
