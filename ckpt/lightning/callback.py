@@ -22,7 +22,14 @@ from prefect_torch.ckpt.reporting.rank_report import check_upload
 from .moments import check_moments, crosses_multiple, is_accumulating, precedes_validation
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
-from .resumes import end_with_averages, has_stopped, leave_the_ended_epoch, refuse_finders, set_up_data_again
+from .resumes import (
+    end_with_averages,
+    has_stopped,
+    leave_the_ended_epoch,
+    refuse_finders,
+    set_up_data_again,
+    set_up_epoch_again,
+)
 from .sigterm import SigtermAction
 
 if TYPE_CHECKING:
@@ -168,7 +175,7 @@ class ReportCallback(CheckpointCallback):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count at the Trainer's first step.
 
         Raises:
@@ -183,6 +190,8 @@ class ReportCallback(CheckpointCallback):
             self._random_state = None
         else:
             leave_the_ended_epoch(trainer)
+        if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
+            set_up_epoch_again(trainer, pl_module)
         if self._continues_own_run(trainer) and any(map(has_stopped, trainer.early_stopping_callbacks)):
             rank_zero_info(f"EarlyStopping had stopped the training at {trainer.ckpt_path}, so it trains no further")
             trainer.should_stop = True  # which the Trainer does not restore: it would train another epoch

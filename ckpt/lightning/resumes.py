@@ -3,7 +3,13 @@
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loops.loop import _Loop
 
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
@@ -28,6 +34,23 @@ def leave_the_ended_epoch(trainer: Trainer) -> None:
     _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # a property
     loop.update_restart_stage()
     loop.epoch_progress.increment_completed()
+
+
+def set_up_epoch_again(trainer: Trainer, module: LightningModule) -> None:
+    """Set up the callbacks that do so at the start of an epoch, if the Trainer resumes within one: it does not call them then.
+
+    The number of batches to accumulate, the schedule of the averaged weights and their number would be those of a new Trainer.
+    """
+    if not getattr(trainer.fit_loop, "restarted_mid_epoch", False):  # Lightning before 2.5 begins such an epoch again
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set in a function of another module
+        if isinstance(callback, GradientAccumulationScheduler):
+            callback.on_train_epoch_start(trainer)
+        elif isinstance(callback, StochasticWeightAveraging):
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            callback.on_train_epoch_start(trainer, module)
+            for name, buffer in module.named_buffers():  # it clears those of batch norm in its last epoch
+                buffer.copy_(buffers[name])
 
 
 def set_up_data_again(trainer: Trainer) -> None:

@@ -254,6 +254,38 @@ def test_a_training_about_to_be_ended_takes_the_optimizer_step_first_and_loses_n
     assert torch.equal(weights(resumed), weights(undisturbed))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize(
+    ("set_up_at_the_start_of_an_epoch", "killed_at"),
+    [
+        (lambda: callbacks.GradientAccumulationScheduler({0: 2, 2: 4}), [3, 5]),
+        (lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=2), [6, 7, 9, 13]),
+    ],
+)
+def test_what_lightning_sets_up_at_the_start_of_an_epoch_is_set_up_after_a_resume_within_it(
+    store, tmp_path, set_up_at_the_start_of_an_epoch, killed_at
+):
+    def run(store, **ends):
+        model = GoingOn(**ends)
+        reports = [ReportCallback(every_n_train_steps=1), ReportCallback()]
+        trainer = make_trainer(callbacks=[set_up_at_the_start_of_an_epoch(), *reports])
+        with in_training(Attempt(store).session()), resume_path() as path:
+            trainer.fit(model, ckpt_path=path)
+        return model, trainer
+
+    def killed():
+        raise ValueError("killed")
+
+    undisturbed, trainer = run(CheckpointStore.open(tmp_path / "other", "run"))
+    for at_step in killed_at:
+        with pytest.raises(ValueError, match="killed"):
+            run(store, at_step=at_step, then=killed)
+        assert store.latest().step == at_step
+    resumed, trainer_again = run(store)
+    assert trainer_again.global_step == trainer.global_step
+    assert torch.equal(weights(resumed), weights(undisturbed))
+
+
 @pytest.mark.parametrize(
     ("validations", "grace_s", "at_step"),
     [({}, 60.0, 3), ({}, 0.0, 2), ({"val_check_interval": 1}, 60.0, 2)],
