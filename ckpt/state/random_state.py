@@ -1,8 +1,11 @@
 """The states of a rank's random generators as one value of its state."""
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import Any
+
+from prefect_torch.ckpt.errors import StateMismatchError
 
 from .rank_local import RankLocal
 
@@ -12,9 +15,9 @@ class RandomState(RankLocal):
 
     A report stores them as they are when it is called; a load sets them as its last action. These are Python's `random`,
     NumPy's global generator, torch's for the CPU, and that of the rank's GPU (torch's accelerator) once it is in use. A resumed
-    training then draws the numbers that an uninterrupted one would have drawn. Generators that a program made itself are not
-    among them: `torch.Generator.get_state()` is a tensor, `numpy.random.Generator.bit_generator.state` a dict, and both can be
-    in a state.
+    training then draws the numbers that an uninterrupted one would have drawn. Generators that a program made itself (a
+    `torch.Generator`, a `numpy.random.Generator`, a `random.Random`) are not among them, and go into a state as they are:
+    `state={"generator": generator}`. They are stored and set in the same way; `RankLocal(generator)` keeps equal ones apart.
 
     It is each rank's own, like a `RankLocal`, and loads on the same number of ranks. On another number, the function
     `load_state(..., rank_local=)` is called for each part with the values of all former ranks; without that function, the load
@@ -49,6 +52,42 @@ class ProcessGenerators:
             numpy.random.set_state(states["numpy"])
         if (device := _device()) is not None and states.get(device.type) is not None:
             torch.get_device_module(device).set_rng_state(states[device.type])
+
+
+def is_generator(value: object) -> bool:
+    """Return whether `value` is a random generator of Python, torch or NumPy with a state that can be set."""
+    import torch  # noqa: PLC0415 - importing ckpt must not import torch
+
+    if isinstance(value, (torch.Generator, random.Random)):
+        return not isinstance(value, random.SystemRandom)
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    return numpy_random is not None and isinstance(value, numpy_random.Generator)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a copy of the state of a generator: a tensor, a tuple or a dict."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+def set_generator(generator: Any, state: Any, name: str) -> None:
+    """Set a generator to a state of `generator_state`.
+
+    Raises:
+        StateMismatchError: Naming `name`, if it is the state of another kind of generator.
+
+    """
+    try:
+        if isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+    except (TypeError, ValueError, RuntimeError, KeyError) as exc:
+        kind = f"{type(generator).__module__}.{type(generator).__qualname__}"
+        raise StateMismatchError(f"{name!r} in the checkpoint is not the state of a {kind} like the one to set: {exc}") from exc
 
 
 def _device() -> Any:

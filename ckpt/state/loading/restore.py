@@ -15,7 +15,7 @@ from prefect_torch.ckpt.state.objects.flatten import check_is_dict, is_plain, is
 from prefect_torch.ckpt.state.objects.parameters import ParameterNames, clean_names, is_by_parameter, unwrap
 from prefect_torch.ckpt.state.objects.tensors import Place, local_tensor, place_of
 from prefect_torch.ckpt.state.plan import Step, path_name
-from prefect_torch.ckpt.state.random_state import ProcessGenerators
+from prefect_torch.ckpt.state.random_state import ProcessGenerators, is_generator, set_generator
 from prefect_torch.ckpt.state.rank_local import RankLocal
 from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
@@ -82,10 +82,8 @@ class _Restore:
             return self._restore_tensor(target, node, path)
         elif array_kind(target) == "array":
             return self._restore_array(target, node, path)
-        elif is_stateful(target):
-            get = plan.build(node, path, tensors_in(target.state_dict(), path))
-            finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
-            finish.append(lambda: target.load_state_dict(get()))
+        elif is_stateful(target) or is_generator(target):
+            self._restore_object(target, node, path)
         elif plan.is_one_value(node) or is_plain(target):
             if isinstance(target, (Mapping, list)):
                 self._check_has_names(target, node)
@@ -93,6 +91,16 @@ class _Restore:
         else:
             self._restore_container(target, node, path)
         return None
+
+    def _restore_object(self, target: Any, node: Node, path: Path) -> None:
+        plan = self._plan
+        if is_stateful(target):
+            get = plan.build(node, path, tensors_in(target.state_dict(), path))
+            finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
+            finish.append(lambda: target.load_state_dict(get()))
+        else:
+            get = plan.build(node, path, {})
+            plan.last.append(lambda: set_generator(target, get(), path_name(path)))
 
     def _restore_container(self, target: Any, node: Node, path: Path) -> None:
         plan = self._plan

@@ -9,6 +9,7 @@ import torch
 from prefect_torch.ckpt.state.index import ArrayKind, rank_name, rank_of
 from prefect_torch.ckpt.state.key_order import KeyOrder
 from prefect_torch.ckpt.state.plan import Step, TensorShard, path_name
+from prefect_torch.ckpt.state.random_state import generator_state, is_generator
 from prefect_torch.ckpt.state.rank_local import RankLocal
 
 from .arrays import array_kind, tensor_of
@@ -130,9 +131,10 @@ class _At:
     path: tuple[Step, ...]
     of_model: bool = False
     rank_local: bool = False
+    of_object: bool = False  # in the state of an object, which gets it back as it is stored
 
     def below(self, key: Step, step: Step) -> "_At":
-        return _At(f"{self.name}.{key}", (*self.path, step), self.of_model, self.rank_local)
+        return _At(f"{self.name}.{key}", (*self.path, step), self.of_model, self.rank_local, self.of_object)
 
 
 class _Walk:
@@ -156,8 +158,9 @@ class _Walk:
             self._visit_optimizer(value, at)
         elif isinstance(value, RankLocal):
             self.visit(value.value, replace(at, rank_local=True))
-        elif is_stateful(value):
-            self.visit(value.state_dict(), at)
+        elif is_stateful(value) or (not (at.of_model or at.of_object) and is_generator(value)):
+            state = value.state_dict() if is_stateful(value) else generator_state(value)
+            self.visit(state, replace(at, of_object=True))
         elif is_plain(value) or array_kind(value) is not None:
             self._take(value, at)
         elif isinstance(value, Mapping):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import simulated_gpu as gpu
 import torch
-from prefect_torch.ckpt import CheckpointStore, RandomState, RankLocalStateError
+from prefect_torch.ckpt import CheckpointStore, RandomState, RankLocal, RankLocalStateError, StateMismatchError
 from prefect_torch.ckpt.lightning.random_states import read_random_state, save_random_state, set_random_state
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from ranks import Attempt
@@ -55,6 +55,74 @@ def test_what_is_drawn_after_a_load_is_what_was_drawn_after_the_report(store):
     first, second = draw(), draw()
     load(store, {"random": RandomState()})
     assert [draw(), draw()] == [first, second]
+
+
+def own_generators():
+    """Return generators that a program makes by itself, and draws from in the way of the last one."""
+    mersenne = np.random.Generator(np.random.MT19937(1))
+    return {
+        "torch": torch.Generator().manual_seed(1),
+        "numpy": np.random.default_rng(1),
+        "mersenne": mersenne,
+        "python": random.Random(1),
+    }
+
+
+def draw_from(own):
+    draws = {"torch": lambda it: torch.randn(3, generator=it).tolist(), "python": lambda it: [it.random(), it.gauss(0, 1)]}
+    return {name: draws.get(name, lambda it: it.normal(size=3).tolist())(it) for name, it in own.items()}
+
+
+@pytest.mark.parametrize("form", [lambda own: own, RankLocal, lambda own: {name: RankLocal(it) for name, it in own.items()}])
+def test_generators_of_the_program_are_stored_and_set_as_they_are(store, form):
+    own, resumed = own_generators(), own_generators()
+    state = {"own": form(own)}  # made once, before the loop
+    draw_from(own)
+    assert Attempt(store).run(lambda session, _: session.report({}, state=state)) == [None]
+    drawn = [draw_from(own), draw_from(own)]
+    load(store, {"own": form(resumed)})
+    assert [draw_from(resumed), draw_from(resumed)] == drawn
+
+
+def test_each_rank_has_its_own_generator_back(store):
+    def seeded_by(rank):
+        return {"own": torch.Generator().manual_seed(rank), "common": random.Random(1)}
+
+    assert Attempt(store, 2).run(lambda session, rank: session.report({}, state=seeded_by(rank))) == [None, None]
+    for rank in range(2):
+        state = {"own": torch.Generator(), "common": random.Random(7)}
+        store.checkpoint(store.latest()).load_state(state, rank=rank, world_size=2)
+        assert torch.equal(state["own"].get_state(), seeded_by(rank)["own"].get_state())
+        assert state["common"].getstate() == seeded_by(rank)["common"].getstate()
+    store.checkpoint(store.latest()).load_state({"common": random.Random(7)}, rank=0, world_size=1)
+    with pytest.raises(RankLocalStateError, match="own"):
+        load(store, {"own": torch.Generator()})
+
+
+@pytest.mark.parametrize(
+    ("kept", "loaded"),
+    [
+        (np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))),
+        (random.Random(1), torch.Generator()),
+        (torch.Generator(), random.Random(1)),
+    ],
+)
+def test_the_state_of_another_kind_of_generator_is_refused(store, kept, loaded):
+    assert Attempt(store).run(lambda session, _: session.report({}, state={"own": {"it": kept}})) == [None]
+    with pytest.raises(StateMismatchError, match=r"'own.it' in the checkpoint is not the state of a \S+ like the one to set"):
+        load(store, {"own": {"it": loaded}})
+
+
+def test_a_generator_in_the_state_of_an_object_is_refused(store):
+    class Holding:
+        def state_dict(self):
+            return {"own": torch.Generator()}
+
+        def load_state_dict(self, state):
+            pass
+
+    (error,) = Attempt(store).run(lambda session, _: session.report({}, state={"object": Holding()}))
+    assert "'object.own' in the state is a Generator that torch.load(weights_only=True) cannot read" in str(error)
 
 
 def test_another_generator_of_numpy_in_its_place_comes_back_too(store):
