@@ -8,6 +8,7 @@ from functools import partial
 
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
+from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import read_manifests
@@ -72,6 +73,8 @@ class RunRecorder:
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
+        self._renewing: Future[None] | None = None
+        self._claim = ClaimRenewal(store, attempt)
         self._index = IndexWriter(store)
         self._write(partial(self._repair_index, listed), "the index of manifests")
 
@@ -115,6 +118,8 @@ class RunRecorder:
         """Start the writes and prunes that are due; returns immediately."""
         if self._history.is_due() and (self._flushing is None or self._flushing.done()):
             self._flushing = self._write(self._history.flush, "the metric history")
+        if self._claim.is_due and (self._renewing is None or self._renewing.done()):
+            self._renewing = self._submit(self._claim.renew, "the claim of the attempt was not stored again")
         self._retention.prune_due(self._history.recorded)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
     return readable, unreadable
 
 
-def _rewrite_claim(run: Run, attempt: Attempt) -> None:
+def rewrite_claim(run: Run, attempt: Attempt) -> None:
     """Store a claim again, with a digest: one changed digit could begin a new lineage, or make a prune keep less."""
     key = run.layout.attempt(attempt.number, attempt.token)
     put_despite_full_disk(run, lambda: run.put_record(key, asdict(attempt)))
@@ -190,14 +190,14 @@ def _rewrite_claim(run: Run, attempt: Attempt) -> None:
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
     """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
-    _rewrite_claim(run, replace(attempt, resumed_from=checkpoint))
+    rewrite_claim(run, replace(attempt, resumed_from=checkpoint))
 
 
 def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
     """Record in a claim the number of ranks that the attempt begins with, if that was unknown before; return the attempt."""
     known = replace(attempt, world_size=world_size)
     if known != attempt:
-        _rewrite_claim(run, known)
+        rewrite_claim(run, known)
     return known
 
 

@@ -1,5 +1,6 @@
 """Ownership of a run: attempts are claimed in order, and the newest claim fences all older ones."""
 
+import logging
 import secrets
 import time
 import uuid
@@ -19,12 +20,14 @@ from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
-from .attempt import Attempt, claim_keys, newest_claims
+from .attempt import Attempt, claim_keys, newest_claims, rewrite_claim
 from .begun import lists_anything
 from .owner import Owner
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _LISTED_WITHIN_S = 20.0  # how long a gateway may leave out a claim, if the run's first object exists
+_RENEWED_AFTER_S = 24 * 3600.0
 _REWRITTEN_WITHIN_S = 5.0  # the longest that a claim is partly written, on a storage that replaces objects in place
 
 
@@ -161,6 +164,42 @@ def claim_unless_led(
             return claim(readable[0] if readable else None, frozenset(keys))
 
 
+class ClaimRenewal:
+    """Stores the claim of an attempt again once a day, or what deletes old files would end the attempt.
+
+    Such are systemd-tmpfiles, the purge of a scratch filesystem, and the lifecycle rule of a bucket.
+
+    Args:
+        run: The run.
+        attempt: The attempt's number, which this process has claimed just now.
+
+    """
+
+    def __init__(self, run: Run, attempt: int) -> None:
+        self._run, self._attempt = run, attempt
+        self._stored_s = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a day has passed."""
+        return time.monotonic() - self._stored_s >= _RENEWED_AFTER_S
+
+    def renew(self) -> None:
+        """Store the claim, and the run's first object, as they are; log a warning if that fails, since it may do no harm."""
+        self._stored_s = time.monotonic()
+        run = self._run
+        try:
+            for attempt in newest_claims(run)[0]:
+                if attempt.number == self._attempt:
+                    rewrite_claim(run, attempt)
+            if "run_id" in (info := run.get_json(run.layout.run_info) or {}):
+                run.put_json(run.layout.run_info, info)
+        except (CheckpointError, OSError) as exc:
+            _logger.warning(
+                "the claim of attempt %d on run %r was not stored again, as each day: %s", self._attempt, run.name, exc
+            )
+
+
 def check_fence(run: Run, attempt: int) -> None:
     """Raise FencedError unless `attempt` is the newest; one listing, usually of this attempt's claim alone.
 
@@ -181,8 +220,8 @@ def check_fence(run: Run, attempt: int) -> None:
     if attempt not in numbers:
         raise FencedError(
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
-            "or unmounted the run while it was being trained, so this process must stop; if it was unmounted, mount it again "
-            "and start the same run: nothing is lost"
+            "or unmounted the run while it was being trained, or a cleaner deleted its old files, so this process must stop; "
+            "if it was unmounted, mount it again and start the same run: nothing is lost"
         )
 
 

@@ -1,5 +1,6 @@
 """The checkpoint that an attempt starts from."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -136,6 +137,21 @@ def test_an_initial_checkpoint_that_cannot_be_written_to_is_started_from(seed, m
     start = start_from(initial)
     assert start.restored == initial
     start.source_pin.remove()
+
+
+def test_the_leader_renews_its_claim_each_day(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path, "run")
+    attempt = claim_attempt(store, Owner.current(), world_size=1)
+    claim = tmp_path / store.layout.attempt(attempt.number, attempt.token)
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    with disable_run_logger():
+        recorder = RunRecorder(store, job, attempt.number, None, SimpleNamespace(notify=lambda event: None))
+        os.utime(claim, (0, 0))
+        recorder.poll()
+        monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.claims._RENEWED_AFTER_S", 0)
+        recorder.poll()
+        recorder.close()
+    assert claim.stat().st_mtime > 0
 
 
 def test_the_leader_is_told_of_the_first_commit_once(tmp_path):

@@ -1,4 +1,5 @@
 import itertools
+import os
 import threading
 from dataclasses import asdict, replace
 
@@ -7,7 +8,7 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError, StorageError
 from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt
-from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt, claim_unless_led
+from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence, claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from wrapped_storage import WrappedStorage
 
@@ -75,6 +76,35 @@ def test_a_claim_that_somebody_deleted_passes_no_fence(store, monkeypatch):
     store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
     with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
         check_fence(store, claimed.number)
+
+
+def test_a_claim_that_is_renewed_each_day_outlives_what_deletes_old_files(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path, "run")
+    attempt = claim_attempt(store, Owner.current(), world_size=1)
+    renewal = ClaimRenewal(store, attempt.number)
+    assert not renewal.is_due
+    monkeypatch.setattr(claims, "_RENEWED_AFTER_S", 0)
+    assert renewal.is_due
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    for path in before:
+        os.utime(path, (0, 0))
+    renewal.renew()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
+    assert all(path.stat().st_mtime > 0 for path in before)
+
+
+def test_a_claim_that_is_gone_is_not_renewed(store, monkeypatch, caplog):
+    first = claim_attempt(store, Owner.current(), world_size=1)
+    second = claim_attempt(store, Owner.current(), world_size=1)
+    renewal, overtaken = (ClaimRenewal(store, attempt.number) for attempt in (second, first))
+    store.storage.delete([store.layout.attempt(second.number, second.token)])
+    renewal.renew()
+    assert [attempt.number for attempt in list_attempts(store)] == [first.number]
+    broken = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
+    ClaimRenewal(replace(store, storage=broken), first.number).renew()
+    assert caplog.messages == ["the claim of attempt 1 on run 'run' was not stored again, as each day: no answer"]
+    overtaken.renew()
+    assert [attempt.number for attempt in list_attempts(store)] == [first.number]
 
 
 def test_what_a_run_began_with_is_written_once(store):
