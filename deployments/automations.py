@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 from uuid import UUID
@@ -13,6 +14,7 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
+from prefect.exceptions import ObjectNotFound
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, WAIT_FOR_NO_MACHINE, frequency_s, silence_s
@@ -26,6 +28,8 @@ from .resumers import start_resumers
 from .resuming import resume
 from .triggers import absence_of, crash_of, of_deployment, silence_of
 
+MADE_BY_DEPLOY = " The next deploy or serve without max_restarts deletes this automation."
+_RESUMES = "Resume {}"  # the name of an automation, with the deployment "flow/name"
 _PENDING = timedelta(seconds=LONGEST_BEGINNING_S)
 _DELIVERY_S = 20.0  # of a heartbeat, at most
 _LEAST_S = 10.0  # that Prefect lets a trigger wait for an event
@@ -63,6 +67,18 @@ def resume_crashed(
         ObjectNotFound: If there is no such deployment.
 
     """
+    return resume_in_pool(deployment, max_restarts, within, begins_within)
+
+
+def resume_in_pool(
+    deployment: str | UUID,
+    max_restarts: int,
+    within: timedelta | float | None = None,
+    begins_within: timedelta | float | None = None,
+    *,
+    made_by: str = "",
+) -> Automation:
+    """Do what `resume_crashed` promises, with a sentence about who made the automation at the end of its description."""
     with get_client(sync_client=True) as client:
         trained = read_deployment(client, deployment)
         if trained.work_pool_name is None:
@@ -82,7 +98,7 @@ def resume_crashed(
     resumer = make_resumer(_full_name(trained))
     resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
     resumer.job_variables = job_variables
-    return resume_by(resumer, trained, max_restarts, within, begins_within)
+    return resume_by(resumer, trained, max_restarts, within, begins_within, made_by=made_by)
 
 
 def make_resumer(trained: str) -> RunnerDeployment:
@@ -101,8 +117,10 @@ def resume_by(
     max_restarts: int,
     within: timedelta | float | None = None,
     begins_within: timedelta | float | None = _PENDING,
+    *,
+    made_by: str = MADE_BY_DEPLOY,
 ) -> Automation:
-    """Register `resumer` and the automation that starts it for `trained`; see `resume_crashed`.
+    """Register `resumer` and the automation that starts it for `trained`; see `resume_in_pool`.
 
     Raises:
         ValueError: If `max_restarts` is less than 0, or `within` or `begins_within` is too short.
@@ -130,17 +148,32 @@ def resume_by(
     actions = _run(cast("UUID", resumer.apply()), {"flow_run": "{{ event.resource.id }}", **limits})
     automation, is_replaced = _create_or_update(
         AutomationCore(
-            name=f"Resume {full_name}",
+            name=_RESUMES.format(full_name),
             description=f"Runs {full_name} again, on the same run, when one of its flow runs crashes, has no heartbeat for "
             f"{show_duration(silent.total_seconds())}{_or_pending(pending)}. "
-            f"A training is restarted at most {_times(max_restarts)}.",
+            f"A training is restarted at most {_times(max_restarts)}.{made_by}",
             trigger=CompoundTrigger(require="any", within=None, triggers=[*triggers]),
             actions=actions,
         )
     )
-    if is_replaced:  # it awaits only heartbeats of flow runs that send another one
+    if is_replaced and automation.enabled:  # it awaits only heartbeats of flow runs that send another one
         start_resumers(trained.id, cast("RunDeployment", actions[0]), also_recent=True)
     return automation
+
+
+def end_restarts(trained: str, *, is_served: bool) -> None:
+    """Delete the automation that restarts the flow runs of the deployment "flow/name", and its resumer's deployment.
+
+    In a work pool, an automation that `resume_crashed` made stays: nobody who deploys again has asked for its end.
+    """
+    with get_client(sync_client=True) as client:
+        known = client.read_automations_by_name(_RESUMES.format(trained))
+        ended = [it for it in known if is_served or it.description.endswith(MADE_BY_DEPLOY)]
+        for automation in ended:
+            client.delete_automation(automation.id)
+        if ended:
+            with suppress(ObjectNotFound):
+                client.delete_deployment(client.read_deployment_by_name(f"{resume.name}/{make_resumer(trained).name}").id)
 
 
 def restarted_in_pools(client: SyncPrefectClient) -> list[str]:
@@ -258,6 +291,8 @@ def _create_or_update(automation: AutomationCore) -> tuple[Automation, bool]:
     """Return the automation, and whether it replaces one: an unchanged one stays, since a new one has seen no event yet."""
     with get_client(sync_client=True) as client:
         known = client.read_automations_by_name(automation.name)
+        if known:  # somebody may have paused it
+            automation.enabled = known[0].enabled
         if known and _content(known[0]) == _content(automation):
             return Automation(id=known[0].id, **automation.model_dump()), False
         if known:
@@ -269,7 +304,7 @@ def _create_or_update(automation: AutomationCore) -> tuple[Automation, bool]:
 
 def _content(automation: AutomationCore) -> Any:
     """Return what an automation does, without the ids of its parts."""
-    return _without_ids(automation.model_dump(mode="json", include={"description", "enabled", "trigger", "actions"}))
+    return _without_ids(automation.model_dump(mode="json", include={"description", "trigger", "actions"}))
 
 
 def _without_ids(value: Any) -> Any:

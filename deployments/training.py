@@ -8,6 +8,7 @@ from typing import Any, cast
 from uuid import UUID
 
 import prefect
+from prefect.automations import Automation
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
@@ -25,7 +26,7 @@ from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
-from .automations import make_resumer, resume_by, resume_crashed
+from .automations import MADE_BY_DEPLOY, end_restarts, make_resumer, resume_by, resume_in_pool
 from .job_templates import default_of, has_variable
 from .resumers import start_resumers
 from .serving import runner_outlasts_outages
@@ -120,7 +121,8 @@ def deploy(
         image: The image of a Docker or Kubernetes work pool's jobs, as named in the registry; nothing is built.
         job_variables: Additional variables of the work pool.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat, as by
-            `resume_crashed`; no restarts if None.
+            `resume_crashed`; no restarts if None, also if an earlier `deploy` asked for them. What `resume_crashed` itself has
+            made stays.
         cron: The schedule, as in crontab(5); no schedule if None.
         timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
@@ -140,8 +142,10 @@ def deploy(
         _warn_of_missing_function(deployment)
     with large_parameters_explained():
         deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
-    if max_restarts is not None:
-        resume_crashed(deployment_id, max_restarts=max_restarts)
+    if max_restarts is None:
+        end_restarts(deployment.full_name, is_served=False)
+    else:
+        resume_in_pool(deployment_id, max_restarts, made_by=MADE_BY_DEPLOY)
     return deployment_id
 
 
@@ -156,7 +160,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
     Args:
         deployments: Return values of `make_deployment`.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat; no restarts if
-            None. Their resumers, as by `resume_crashed`, are served as well.
+            None, also if an earlier `serve` asked for them. Their resumers, as by `resume_crashed`, are served as well.
 
     Raises:
         ValueError: If a training function is not found in the current directory or among the installed modules.
@@ -169,10 +173,16 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             warn_of_lost_lease(deployment.name)
     with large_parameters_explained():
         restarted = [] if max_restarts is None else [_restarted(deployment, max_restarts) for deployment in deployments]
+        if max_restarts is None:
+            for deployment in deployments:
+                end_restarts(deployment.full_name, is_served=True)
 
         def restart() -> None:
-            for deployment_id, _, action in restarted:
-                start_resumers(deployment_id, action)
+            for deployment_id, _, automation in restarted:
+                (action,) = automation.actions
+                assert isinstance(action, RunDeployment)
+                if automation.enabled:
+                    start_resumers(deployment_id, action)
 
         restart()
         with runner_outlasts_outages(after_outage=restart):
@@ -193,14 +203,13 @@ def _with_named_block(run: RunConfig | None) -> RunConfig | None:
     return run.model_copy(update={"storage": f"{run.storage.get_block_type_slug()}/{name}"})
 
 
-def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, RunnerDeployment, RunDeployment]:
-    """Register `deployment` and its resumer; return its id, the resumer, and what its automation does."""
+def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, RunnerDeployment, Automation]:
+    """Register `deployment` and its resumer; return its id, the resumer, and its automation."""
     deployment_id = cast("UUID", deployment.apply())
     with get_client(sync_client=True) as client:
         trained = client.read_deployment(deployment_id)
     resumer = make_resumer(deployment.full_name)
-    (action,) = resume_by(resumer, trained, max_restarts).actions
-    return deployment_id, resumer, cast("RunDeployment", action)
+    return deployment_id, resumer, resume_by(resumer, trained, max_restarts)
 
 
 def read_work_pool(name: str) -> WorkPool:

@@ -20,6 +20,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     DeploymentFilter,
     DeploymentFilterId,
+    DeploymentFilterName,
     FlowRunFilter,
     FlowRunFilterId,
     FlowRunFilterName,
@@ -456,6 +457,44 @@ def test_a_new_deployment_forgets_no_flow_run_that_died_a_moment_ago(client):
     resumers = flow_runs_of(client, "resume/train-again")
     assert {it.parameters["flow_run"] for it in resumers} == {str(dead.id), str(beginning.id)}
     assert {it.parameters["max_restarts"] for it in resumers} == {2}
+
+
+@pytest.mark.usefixtures("trained")  # for its work pool
+def test_a_deployment_without_max_restarts_is_restarted_no_more_unless_by_a_call_of_its_own(client, monkeypatch):
+    options = {"run": RunConfig(storage="/store"), "work_pool": "pool"}
+    resumers = DeploymentFilter(name=DeploymentFilterName(any_=["train-unwatched"]))
+
+    def watched():
+        automations = client.read_automations_by_name("Resume train/unwatched")
+        assert len(client.read_deployments(deployment_filter=resumers)) == len(automations)
+        return len(automations)
+
+    deploy("unwatched", "my_training:train_fn", **options, max_restarts=3)
+    assert watched() == 1
+    deploy("unwatched", "my_training:train_fn", **options)
+    assert watched() == 0
+    resume_crashed("train/unwatched")
+    deploy("unwatched", "my_training:train_fn", **options)
+    assert watched() == 1
+    monkeypatch.setattr("prefect.serve", lambda *_: None)
+    serve(make_deployment("unwatched", "my_training:train_fn"))
+    assert watched() == 0
+
+
+@pytest.mark.usefixtures("trained")
+def test_an_automation_that_somebody_has_paused_stays_paused(client, monkeypatch):
+    options = {"run": RunConfig(storage="/store"), "work_pool": "pool"}
+    paused = deploy("paused", "my_training:train_fn", **options, max_restarts=1)
+    (automation,) = client.read_automations_by_name("Resume train/paused")
+    client.pause_automation(automation.id)
+    beat(client, begin(client, paused), age_s=700)
+    deploy("paused", "my_training:train_fn", **options, max_restarts=1)
+    deploy("paused", "my_training:train_fn", **options, max_restarts=2)
+    monkeypatch.setattr("prefect.serve", lambda *_: None)
+    serve(make_deployment("paused", "my_training:train_fn"), max_restarts=2)
+    (automation,) = client.read_automations_by_name("Resume train/paused")
+    assert (automation.enabled, automation.actions[0].parameters["max_restarts"]) == (False, 2)
+    assert flow_runs_of(client, "resume/train-paused") == []
 
 
 def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client, monkeypatch):
