@@ -150,7 +150,8 @@ class SweepResult:
         """
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r}: give 'min' or 'max'")
-        scored = [(score, trial) for trial in self.trials if (score := _score(trial, metric, mode)) is not None]
+        scores = [score_in(trial.metrics, trial.state, metric, mode) for trial in self.trials]
+        scored = [(score, trial) for score, trial in zip(scores, self.trials, strict=True) if score is not None]
         if not scored:
             raise ValueError(f"no trial of sweep {self.name!r} has a metric {metric!r} that is a number")
         return min(scored, key=lambda it: it[0])[1]
@@ -272,8 +273,3 @@ def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
     common = definition.config if record.common is None else record.common
     config = config_of_trial(common, record.config)
     return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
-
-
-def _score(trial: Trial, metric: str, mode: str) -> float | None:
-    """Return the value of a metric, negated if a high one is better; None if it is no finite number, or the trial failed."""
-    return score_in(trial.metrics, trial.state, metric, mode)
