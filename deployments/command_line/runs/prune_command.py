@@ -1,6 +1,5 @@
 """`prune`: delete the checkpoints that no retention policy keeps, after showing them."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
+from prefect_torch.deployments.command_line.confirmation import agrees_to_delete, yes_option
+from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_metric
 
 from .selection import best_checkpoints_first, open_training, policy_of, resolve_score
 
@@ -44,7 +44,7 @@ class PruneOptions:
 @click.option("--keep-last", type=click.IntRange(min=1), help="How many of the newest to keep in addition.")
 @click.option("--every", type=click.IntRange(min=1), help="Keep every checkpoint whose step is a multiple of this.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be deleted.")
-@click.option("--yes", is_flag=True, help="Do not ask; required without a terminal.")
+@yes_option
 @json_option
 def prune(
     storage: str,
@@ -83,8 +83,8 @@ def prune(
         _print(shown, policy.checkpoint_score_attribute)
     if dry_run or not decided.drop:
         return 0
-    if not yes and not _agrees(decided):
-        note("nothing was deleted")
+    what = show_count(len(decided.drop), "checkpoint")
+    if not agrees_to_delete(what, yes=yes, instead=", or --dry-run to look"):
         return 1
     to_delete = {manifest.id for manifest in decided.drop}
     # Checkpoints committed since the question stay: they were not part of it.
@@ -111,12 +111,6 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     best_checkpoints_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
-
-
-def _agrees(decided: Plan[Manifest]) -> bool:
-    if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on: give --yes to delete, or --dry-run to look")
-    return click.confirm(f"Delete {show_count(len(decided.drop), 'checkpoint')} for good?", err=True)
 
 
 def _describe(decided: Plan[Manifest], manifests: dict[str, Manifest], metric: str | None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """`delete`: a run, or one of its checkpoints, for good."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,9 @@ from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
+from prefect_torch.deployments.command_line.confirmation import agrees_to_delete, yes_option
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run, open_training
-from prefect_torch.deployments.command_line.terminal import note, say
+from prefect_torch.deployments.command_line.terminal import say
 
 from .live_runs import check_not_live, ended_option
 
@@ -23,7 +23,7 @@ from .live_runs import check_not_live, ended_option
 @storage_argument
 @run_argument
 @click.argument("checkpoint", metavar="[ID]", required=False)
-@click.option("--yes", is_flag=True, help="Do not ask; required without a terminal.")
+@yes_option
 @metric_option
 @order_option
 @ended_option
@@ -47,7 +47,7 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
 
 def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool) -> int:
     check_unpinned(store, store.pinned() & {manifest.id})
-    if not _agrees(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
+    if not agrees_to_delete(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
         return 1
     check_unpinned(store, delete_checkpoints(store, [manifest]))
     say(f"deleted {manifest.id}")
@@ -66,20 +66,9 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
     checkpoints = show_count(sum(1 for each in stores for _ in each.ids()), "checkpoint")
     what = f"sweep {store.run} with {show_count(len(trials), 'trial')} and" if trials else f"run {store.run} with"
-    if not _agrees(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
+    if not agrees_to_delete(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
         return 1
     for each in stores:
         delete_run(each)
     say(f"deleted run {store.run}")
     return 0
-
-
-def _agrees(what: str, *, yes: bool) -> bool:
-    if yes:
-        return True
-    if not sys.stdin.isatty():
-        raise click.UsageError("give --yes: there is no terminal to ask at")
-    if click.confirm(f"Delete {what} in this storage, for good?"):
-        return True
-    note("nothing was deleted")
-    return False

@@ -285,7 +285,10 @@ def test_a_run_is_deleted_with_everything(storage, command, tmp_path):
     store_run(storage, tmp_path / "scratch", name="run2")
     other = contents(storage, "run2")
     code, _, err = command("delete", storage, "run")
-    assert (code, err) == (2, "prefect-torch: give --yes: there is no terminal to ask at; see prefect-torch delete --help\n")
+    assert (code, err) == (
+        2,
+        "prefect-torch: there is no terminal to ask at: give --yes to delete; see prefect-torch delete --help\n",
+    )
     assert command("delete", storage, "run", "--yes")[1] == "deleted run run\n"
     assert contents(storage) == {}
     assert contents(storage, "run2") == other
