@@ -24,6 +24,8 @@ from typing import Any
 
 from prefect_torch.ckpt.text import show_some
 
+from .driver_programs import ask_driver
+
 # Not "-m", which looks in the working directory first.
 _PRINT_GPUS = (
     "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.resources.device as it; it.print_gpus()"
@@ -33,6 +35,11 @@ _PREFIX = "prefect-torch-gpu-"
 _POLL_S = 1.0
 _REMIND_S = 600.0
 _LONGEST_OWNER = 500  # bytes
+_SLOW_LISTING_S = 30.0
+_LONGEST_LISTING_S = 600.0
+_TRY_DRIVER = (
+    "their driver may hang, so try nvidia-smi (rocm-smi, xpu-smi), and restart the machine if it does not answer either"
+)
 _LONGEST_TAKING_S = 5.0  # taking GPUs needs milliseconds, but the process that does it may be stopped
 
 
@@ -67,16 +74,24 @@ class Gpu:
     choice: str
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus(wait: Callable[[float], None] = lambda _: None) -> list[Gpu]:
     """Return the GPUs that this process may use, in the order of torch's numbers.
 
     Costs the seconds of an import of torch, in another process: this one gets no context on a GPU, and may still fork.
 
+    Args:
+        wait: Called once a second meanwhile, with the seconds so far.
+
     Raises:
-        RuntimeError: If torch cannot list them.
+        RuntimeError: If torch cannot list them, or has not done so after ten minutes.
 
     """
-    listed = subprocess.run([sys.executable, "-c", _PRINT_GPUS], capture_output=True, text=True, check=False)
+    try:
+        listed = ask_driver([sys.executable, "-c", _PRINT_GPUS], _LONGEST_LISTING_S, wait)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"torch has not listed the GPUs of this machine after {_LONGEST_LISTING_S:g} s: {_TRY_DRIVER}"
+        ) from None
     if listed.returncode != 0:
         raise RuntimeError(
             f"torch cannot list the GPUs of this machine, which `prefect-torch doctor` checks:\n{listed.stderr[-4000:]}"
@@ -139,9 +154,14 @@ class GpuAllocation:
         """The variables with which a process sees these GPUs, in the order of the ranks, and no others."""
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
 
-    def check(self) -> None:
-        """Raise ValueError unless this machine has enough GPUs, free or not."""
-        pool = self._gpus()
+    def check(self, raise_if_requested: Callable[[], None] = lambda: None) -> None:
+        """Raise ValueError unless this machine has enough GPUs, free or not, and RuntimeError if torch cannot list them.
+
+        Args:
+            raise_if_requested: Called once a second while they are listed.
+
+        """
+        pool = self._gpus(raise_if_requested)
         if len(pool) < self._fewest:
             given = self._count if self._fewest == self._count else (self._fewest, self._count)
             is_sliced = any("MIG" in gpu.name for gpu in pool)
@@ -160,11 +180,12 @@ class GpuAllocation:
         Raises:
             GpusBusyError: If others still use them after `wait_s`.
             ValueError: If this machine has fewer GPUs.
+            RuntimeError: If torch cannot list them.
 
         """
         if len(self._taken) == self._count:
             return
-        self.check()
+        self.check(raise_if_requested)
         started_s = time.monotonic()
         remind_s = -math.inf
         while (users := self._try()) is not None:
@@ -193,9 +214,20 @@ class GpuAllocation:
             del self._taken[lock]
         self._count = self._fewest = len(self._taken)
 
-    def _gpus(self) -> list[Gpu]:
+    def _gpus(self, raise_if_requested: Callable[[], None] = lambda: None) -> list[Gpu]:
+        warn_s = _SLOW_LISTING_S
+
+        def wait(waited_s: float) -> None:
+            nonlocal warn_s
+            raise_if_requested()
+            if waited_s >= warn_s:
+                warn_s = math.inf
+                get_run_logger().warning(
+                    "torch has not listed the GPUs of this machine after %.0f s: %s", waited_s, _TRY_DRIVER
+                )
+
         if self._pool is None:
-            self._pool = list_gpus() if self._count else []
+            self._pool = list_gpus(wait) if self._count else []
         return self._pool
 
     def _try(self) -> list[str] | None:

@@ -156,7 +156,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
 @pytest.fixture
 def two_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(gpus, "_LOCKS", tmp_path)
-    monkeypatch.setattr(gpus, "list_gpus", lambda: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"])
+    monkeypatch.setattr(gpus, "list_gpus", lambda _: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"])
 
 
 def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):

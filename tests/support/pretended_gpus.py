@@ -49,7 +49,7 @@ def uuid(name: str) -> str:
     return f"fake-{os.environ['PRETENDED_MACHINE']}-{name}"
 
 
-def listed() -> list[Any]:
+def listed(_: Any = None) -> list[Any]:
     """Return what `list_gpus` returns, without torch."""
     from prefect_torch.tasks.gang.gpus import Gpu  # noqa: PLC0415 - ranks, which import this module, never import prefect
 

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prefect_torch.ckpt.text import show_count
+from prefect_torch.tasks.gang.driver_programs import ask_driver
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
 
 _QUERY = "index,uuid,name,utilization.gpu,memory.used,memory.total"
@@ -68,14 +69,19 @@ class GpuUse:
 
 
 def read_gpus() -> list[GpuSample]:
-    """Return a sample of every GPU that NVIDIA's driver shows on this machine; none without `nvidia-smi`."""
+    """Return a sample of every GPU that NVIDIA's driver shows on this machine; none without `nvidia-smi`.
+
+    Raises:
+        subprocess.TimeoutExpired: If the driver does not answer for five seconds.
+
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        listed = ask_driver(command, _LONGEST_S)
+    except OSError:
         return []
     return [sample for line in listed.stdout.splitlines() if (sample := parse_sample(line)) is not None]
 
@@ -97,7 +103,7 @@ def parse_sample(line: str) -> GpuSample | None:
 
 
 class GpuMonitor:
-    """Samples the GPUs that the ranks of this machine use.
+    """Samples the GPUs that the ranks of this machine use, as long as the driver answers.
 
     Args:
         uuids: Returns the UUIDs of these GPUs, with the prefix "GPU-" or without.
@@ -109,13 +115,19 @@ class GpuMonitor:
         self._uuids = uuids
         self._read = read
         self._uses: dict[str, GpuUse] = {}
+        self._hangs = False
 
     def sample(self) -> None:
         """Sample the GPUs; costs nothing while ranks have no GPU, else a process that runs for a tenth of a second."""
         wanted = {uuid.removeprefix("GPU-") for uuid in self._uuids()}
-        if not wanted:
+        if not wanted or self._hangs:
             return
-        for sample in self._read():
+        try:
+            samples = self._read()
+        except subprocess.TimeoutExpired:  # each further call might leave one more process that cannot be ended
+            self._hangs = True
+            return
+        for sample in samples:
             if sample.uuid.removeprefix("GPU-") in wanted:
                 self._uses.setdefault(sample.uuid, GpuUse(sample)).add(sample)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_programs import Popen, PopenOfProgram
-from prefect_torch.tasks.gang import gpus
+from prefect_torch.tasks.gang import driver_programs, gpus
 from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation, GpusBusyError, list_gpus, take_free
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from pretended_gpus import listed
@@ -177,7 +177,7 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
 
 def test_a_machine_of_slices_says_why_a_process_has_one(monkeypatch):
     monkeypatch.setattr(
-        gpus, "list_gpus", lambda: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")]
+        gpus, "list_gpus", lambda _: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")]
     )
     with pytest.raises(ValueError, match=r"this machine has 1 \(a process sees one slice of a GPU in MIG mode\)"):
         allocation(2).check()
@@ -224,6 +224,38 @@ def test_a_training_that_waits_can_be_terminated(machine):
     with pytest.raises(TerminatedError):
         allocation(1, None).take(terminate)
     one.release()
+
+
+@pytest.fixture
+def hanging_driver(monkeypatch):
+    """A driver that does not answer."""
+    monkeypatch.setattr(gpus, "_PRINT_GPUS", "import time; time.sleep(600)")
+    monkeypatch.setattr(gpus, "get_run_logger", lambda: gpus_log)
+    monkeypatch.setattr(driver_programs, "_POLL_S", 0.02)
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_hangs_is_named_and_a_training_that_waits_for_it_can_be_terminated(hanging_driver, monkeypatch):
+    monkeypatch.setattr(gpus, "_SLOW_LISTING_S", 0.1)
+    looks = []
+
+    def terminate_once_warned():
+        looks.append(None)
+        if gpus_log:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        allocation(1, None).take(terminate_once_warned)
+    assert len(looks) > 1
+    (line,) = gpus_log
+    assert line.startswith("torch has not listed the GPUs of this machine after 0 s: their driver may hang, so try nvidia-smi")
+
+
+@pytest.mark.timeout(60)
+def test_a_driver_that_hangs_for_long_is_given_up(hanging_driver, monkeypatch):
+    monkeypatch.setattr(gpus, "_LONGEST_LISTING_S", 0.2)
+    with pytest.raises(RuntimeError, match=r"torch has not listed the GPUs .* after 0\.2 s: their driver may hang"):
+        allocation(1, None).check()
 
 
 def test_without_gpus_nothing_is_asked_or_taken(monkeypatch):

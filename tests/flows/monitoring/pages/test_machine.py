@@ -1,5 +1,6 @@
 """What a page says of GPUs, from what the driver's program prints."""
 
+from prefect_torch.flows.monitoring.pages import machine
 from prefect_torch.flows.monitoring.pages.machine import GpuMonitor, GpuSample, parse_sample, read_gpus
 
 LINE = "1, GPU-1f2e, NVIDIA H200, 93, 61234, 143771"
@@ -45,3 +46,17 @@ def test_only_the_gpus_of_the_ranks_are_sampled_whatever_form_their_uuids_have()
         ("GPU-0", None, 0.75),
         ("GPU-1", None, 0.75),
     ]
+
+
+def test_a_driver_that_hangs_is_asked_once(tmp_path, monkeypatch):
+    asked = tmp_path / "asked"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho once >> {asked}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(machine, "_LONGEST_S", 2.0)
+    monitor = GpuMonitor(lambda: ["GPU-0"])
+    monitor.sample()
+    monitor.sample()
+    assert asked.read_text().split() == ["once"]
+    assert monitor.uses == []
