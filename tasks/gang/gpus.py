@@ -320,7 +320,7 @@ def _lock_soon(lock: int) -> None:
 
 def _open(name: str) -> int:
     """Return a descriptor of a file that every user of this machine may lock; a link is refused, which may lead anywhere."""
-    path = _LOCKS / f"{_PREFIX}{name}"
+    path = _LOCKS / f"{_PREFIX}{name.replace('/', '-')}"  # a slice may be MIG-GPU-<UUID>/<GPU instance>/<compute instance>
     while True:
         try:  # without O_CREAT, which the kernel denies for another user's file (fs.protected_regular)
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

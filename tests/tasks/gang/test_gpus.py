@@ -175,6 +175,17 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
     second.release()
 
 
+def test_slices_that_are_named_by_their_instances_have_a_lock_each(torchs_machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus, "_PREFIX", f"{gpus._PREFIX}fake-{tmp_path.name}-")
+    pools = [[Gpu(name, "A100 MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", name)] for name in ("MIG-GPU-8f/1/0", "MIG-GPU-8f/2/0")]
+    allocated = [GpuAllocation(1, 0.0, "this one", pool) for pool in (*pools, pools[0])]
+    assert [take(each) for each in allocated[:2]] == [{"CUDA_VISIBLE_DEVICES": pool[0].choice} for pool in pools]
+    with pytest.raises(GpusBusyError, match="GPU MIG-GPU-8f/1/0 by this one"):
+        take(allocated[2])
+    for each in allocated:
+        each.release()
+
+
 def test_a_machine_of_slices_says_why_a_process_has_one(monkeypatch):
     monkeypatch.setattr(
         gpus, "list_gpus", lambda _: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")]
