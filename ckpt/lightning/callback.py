@@ -29,6 +29,7 @@ from .resumes import (
     refuse_finders,
     set_up_data_again,
     set_up_epoch_again,
+    warn_of_reading_ahead,
 )
 from .sigterm import SigtermAction
 
@@ -51,8 +52,8 @@ class ReportCallback(CheckpointCallback):
     epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by ModelCheckpoint: a resume
     from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics (EarlyStopping) have seen them. A
     report within an epoch is resumed with the random numbers of that moment, but a dataloader without a `state_dict` starts
-    over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers is exact
-    within an epoch; after an epoch's end it draws one more number.
+    over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers, of a dataset
+    with a length, is exact within an epoch; after an epoch's end it draws one more number.
 
     Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it), so
     their state is stored as it is by then. The Trainer adds no ModelCheckpoint, and rejects `enable_checkpointing=False`.
@@ -192,6 +193,7 @@ class ReportCallback(CheckpointCallback):
             leave_the_ended_epoch(trainer)
         if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
             set_up_epoch_again(trainer, pl_module)
+            warn_of_reading_ahead(trainer)
         if self._continues_own_run(trainer) and any(map(has_stopped, trainer.early_stopping_callbacks)):
             rank_zero_info(f"EarlyStopping had stopped the training at {trainer.ckpt_path}, so it trains no further")
             trainer.should_stop = True  # which the Trainer does not restore: it would train another epoch

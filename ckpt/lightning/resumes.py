@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.utilities import rank_zero_warn
 
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
@@ -60,6 +61,17 @@ def set_up_data_again(trainer: Trainer) -> None:
     the order of the first epoch, and its iterator has drawn its random number before the random state is restored.
     """
     trainer.fit_loop._combined_loader = None  # noqa: SLF001 - no public name forgets it
+
+
+def warn_of_reading_ahead(trainer: Trainer) -> None:
+    """Warn if a dataloader stores a position that is one batch ahead, since Lightning reads ahead to find the last batch."""
+    loaders = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public name has them all
+    ahead = [loader for loader in getattr(loaders, "flattened", []) if hasattr(loader, "state_dict")]
+    if ahead and trainer.num_training_batches == float("inf"):
+        rank_zero_warn(
+            f"the {type(ahead[0]).__name__} has no length, so Lightning reads one batch ahead, which a resume within an epoch "
+            "leaves out: give its dataset a __len__"
+        )
 
 
 def end_with_averages(trainer: Trainer, module: LightningModule) -> None:

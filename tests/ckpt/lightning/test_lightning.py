@@ -4,6 +4,7 @@ import ctypes
 import re
 import signal
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, Rep
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
+from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -252,6 +254,35 @@ def test_a_training_about_to_be_ended_takes_the_optimizer_step_first_and_loses_n
     assert trainer.should_stop
     resumed, _ = fit(Attempt(store), model=GoingOn(), accumulate_grad_batches=2)
     assert torch.equal(weights(resumed), weights(undisturbed))
+
+
+class Streamed(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return (self.items[number] for number in range(len(self.items)))
+
+
+class Sized(Streamed):
+    def __len__(self):
+        return len(self.items)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize(
+    ("dataset", "loader", "num_warnings"),
+    [(Streamed, StatefulDataLoader, 1), (Sized, StatefulDataLoader, 0), (Streamed, DataLoader, 0)],
+)
+def test_a_loader_that_lightning_reads_ahead_of_its_stored_position_is_warned_of(store, dataset, loader, num_warnings):
+    class Streaming(Regression):
+        def train_dataloader(self):
+            return loader(dataset(super().train_dataloader().dataset), batch_size=8)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Attempt(store), model=Streaming(), max_epochs=1)
+    assert sum("has no length" in str(warning.message) for warning in caught) == num_warnings
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
