@@ -35,6 +35,8 @@ class ResumableDataLoader(PreparedDataLoader):
 
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
       no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
+    - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
+      that is resumed from it has no batch.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
