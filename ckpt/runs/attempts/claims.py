@@ -60,11 +60,13 @@ def claim_attempt(
         known: For `claim_unless_led`: the keys of the claims that were checked; None claims the run regardless of others.
 
     Raises:
+        ValueError: If the run's directory is that of another run, whose name differs in case alone.
         UnsupportedFormatError: If a newer version began the run.
         StorageError: If the storage fails, or does not list the claim that it has just stored.
         CheckpointError: If the run has no attempt number left.
 
     """
+    _check_spelling(run)
     run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
     number = next_number(run, claim_keys(run) if known is None else known)  # before the last look at the claims
     claims = claim_keys(run)
@@ -97,6 +99,18 @@ def claim_attempt(
         if known is not None:
             raise _ClaimedMeanwhileError
         number = _newest_number(claims) + 1
+
+
+def _check_spelling(run: Run) -> None:
+    """Raise ValueError if the run's directory is another run's, since case is ignored there (CIFS, exFAT, APFS)."""
+    place = run.storage.local_path(run.name)
+    found = []
+    with suppress(OSError):  # it does not exist yet, or its parent may not be listed
+        if place is not None and place.exists():
+            named = [it for it in place.parent.iterdir() if it.name.lower() == place.name.lower()]
+            found = [] if place in named else [it for it in named if it.samefile(place)]
+    if found:
+        raise ValueError(f"run {run.name!r} would be the run {found[0]}, since case is ignored there: give it another name")
 
 
 class _ClaimNotListedError(StorageError):

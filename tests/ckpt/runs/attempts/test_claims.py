@@ -2,6 +2,7 @@ import itertools
 import os
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from faulty_storage import FaultyStorage
@@ -10,6 +11,10 @@ from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence, claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import StorageSpec
 from wrapped_storage import WrappedStorage
 
 
@@ -62,6 +67,23 @@ def test_the_number_of_a_claim_that_was_deleted_is_not_used_again(store, left):
     store.storage.put_bytes(f"run/{left}", b"{}")
     store.storage.put_bytes("run/outcomes/notes.json", b"{}")
     assert claim_attempt(store, Owner.current(), world_size=1).number == 4
+
+
+@pytest.mark.parametrize("sweep", ["", "sweep/"])
+def test_a_run_whose_name_differs_from_anothers_in_case_alone_is_not_that_run(tmp_path, monkeypatch, sweep):
+    """As on CIFS, exFAT or APFS, where the second name finds the first directory; a link is the user's own."""
+    names = (f"{sweep}trial-0001-0000000a", f"{sweep}trial-0001-0000000A") if sweep else ("digits", "Digits")
+    one, other = (Run(LocalStorage(tmp_path), Layout(name), StorageSpec(str(tmp_path))) for name in names)
+    claim_attempt(one, Owner.current(), world_size=1)
+    claim_attempt(one, Owner.current(), world_size=1)
+    (tmp_path / other.name).symlink_to(tmp_path / one.name)
+    claim_attempt(other, Owner.current(), world_size=1)
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: (it for it in listed(path) if it != tmp_path / other.name))
+    with pytest.raises(ValueError, match=f"would be the run {tmp_path}/{one.name}, since case is ignored there"):
+        claim_attempt(other, Owner.current(), world_size=1)
+    assert [attempt.number for attempt in list_attempts(one)] == [1, 2, 3]
+    claim_attempt(one, Owner.current(), world_size=1)
 
 
 def test_a_new_lineage_begins_only_where_it_is_not_given(store):
