@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import stat
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -125,7 +126,7 @@ class _Group:
 
     def _take(self, folder: _Folder, name: str, path: Path) -> bool:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
-        if not _is_the_callers_alone(folder.way, path.lstat()):
+        if not _is_the_callers_alone(folder.way, path.lstat()) or not _has_access_of(folder.way, path):
             return False
         os.utime(path)  # garbage collection goes by an object's time, which must be that of its put
         before = path.lstat()
@@ -195,6 +196,21 @@ def _is_the_callers_alone(way: Way, status: os.stat_result) -> bool:
     """Return whether a file is the caller's alone, on the same filesystem; a link or a file with a second name is not."""
     is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
     return is_alone and status.st_dev == os.fstat(way.folder).st_dev
+
+
+def _has_access_of(way: Way, path: Path) -> bool:
+    """Return whether a file has the group, and its directory the default access list, that a copy of it would get."""
+    folder = os.fstat(way.folder)
+    is_of_group = not folder.st_mode & stat.S_ISGID or path.lstat().st_gid == folder.st_gid
+    return is_of_group and _default_access(f"/proc/self/fd/{way.folder}") == _default_access(path.parent)
+
+
+def _default_access(folder: "str | Path") -> bytes | None:
+    """Return the access list of new files in a directory (acl(5)); None without one, and outside of Linux."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            return os.getxattr(folder, "system.posix_acl_default")
+    return None
 
 
 def _version(status: os.stat_result) -> tuple[int, int, int]:

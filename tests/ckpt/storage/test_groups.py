@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import stat
+import struct
 import subprocess
 import time
 from pathlib import Path
@@ -151,6 +152,42 @@ def test_a_file_with_another_name_and_one_behind_a_link_are_copied(storage, sour
     storage.put_files({"run/x/second": source / "second", "run/x/link": source / "link"}, owned=True)
     (tmp_path / "mine").write_bytes(b"changed later")
     assert (storage.get_bytes("run/x/second"), storage.get_bytes("run/x/link")) == (b"mine", b"mine")
+
+
+def test_an_owned_file_gets_the_group_of_a_directory_that_passes_its_own_on(storage, source, tmp_path):
+    team = tmp_path / "store"
+    team.mkdir()
+    try:
+        os.chown(team, -1, 4242)
+    except PermissionError:
+        pytest.skip("only root may give a directory another group")
+    team.chmod(0o2770)
+    files = written(source, "ab")
+    os.chown(files["run/x/b"], -1, 4242)
+    inodes = {key: path.stat().st_ino for key, path in files.items()}
+    storage.put_files(files, owned=True)
+    stored = {key: (team / key).stat() for key in files}
+    assert {key: status.st_gid for key, status in stored.items()} == {"run/x/a": 4242, "run/x/b": 4242}
+    assert {key: status.st_ino == inodes[key] for key, status in stored.items()} == {"run/x/a": False, "run/x/b": True}
+
+
+def test_an_owned_file_gets_the_access_list_of_a_directory_that_passes_its_own_on(storage, source, tmp_path):
+    team = tmp_path / "store"
+    (team / "own").mkdir(parents=True)
+    entries = [(1, 7, 2**32 - 1), (4, 5, 2**32 - 1), (8, 7, 4242), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
+    access = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)  # acl(5), as the kernel has it
+    try:
+        for folder in (team, team / "own"):
+            os.setxattr(folder, "system.posix_acl_default", access)
+    except OSError:
+        pytest.skip("the temporary directory has no access lists")
+    files = written(source, "a") | {"run/x/b": team / "own/b"}
+    (team / "own/b").write_bytes(b"data")
+    inodes = {key: path.stat().st_ino for key, path in files.items()}
+    storage.put_files(files, owned=True)
+    assert all("system.posix_acl_access" in os.listxattr(team / key) for key in files)
+    is_linked = {key: (team / key).stat().st_ino == inode for key, inode in inodes.items()}
+    assert is_linked == {"run/x/a": False, "run/x/b": True}
 
 
 def test_a_file_that_is_written_while_it_is_read_is_copied_and_its_digest_is_right(storage, source, monkeypatch):
