@@ -138,6 +138,7 @@ class GpuAllocation:
         self._owner = f"{owner} (process {os.getpid()})"
         self._pool = pool
         self._taken: dict[int, Gpu] = {}
+        self._failed: set[str] = set()  # UUIDs
 
     @property
     def locks(self) -> tuple[int, ...]:
@@ -214,6 +215,15 @@ class GpuAllocation:
             del self._taken[lock]
         self._count = self._fewest = len(self._taken)
 
+    def leave_out(self, rank: int) -> None:
+        """Release the GPU of a rank, and take it again only if too few others are free; no effect on a rank without one."""
+        if rank < len(self.locks):
+            lock = self.locks[rank]
+            os.close(lock)
+            gpu = self._taken.pop(lock)
+            self._failed.add(gpu.uuid)
+            get_run_logger().warning("GPU %s has failed: it is left out as long as enough others are free", gpu.choice)
+
     def _gpus(self, raise_if_requested: Callable[[], None] = lambda: None) -> list[Gpu]:
         warn_s = _SLOW_LISTING_S
 
@@ -241,8 +251,8 @@ class GpuAllocation:
         taken = dict(self._taken)
         users: list[str] = []
         with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
-            for gpu in self._gpus():
-                if len(taken) == self._count:
+            for gpu in sorted(self._gpus(), key=lambda it: it.uuid in self._failed):
+                if len(taken) >= (self._fewest if gpu.uuid in self._failed else self._count):
                     break
                 if gpu in self._taken.values():
                     continue

@@ -102,6 +102,11 @@ def of_exception(
     return "infrastructure" if kind == "user" and not in_function else kind
 
 
+def is_of_gpu(error: BaseException | None) -> bool:
+    """Return whether the driver raised `error` because of the GPU itself, such as a broken one: another may work."""
+    return error is not None and _of_cuda(error) == "infrastructure"
+
+
 def of_returncode(returncode: int | None, *, oom_killed: bool) -> RankFailureKind:
     """Return the kind of a rank's failure by the exit status of its process, which left no result.
 
@@ -180,15 +185,21 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
     for name in _type_names(error):
         if name in _OF_TORCH:
             return _OF_TORCH[name]
-    if type(error) is RuntimeError or "torch.AcceleratorError" in _type_names(error):
-        for code, (text, kind) in _OF_CUDA.items():
-            if getattr(error, "error_code", None) == code or str(error).startswith(f"{_CUDA_ERROR}{text}"):
-                return kind
+    if (of_cuda := _of_cuda(error)) is not None:
+        return of_cuda
     if type(error) is RuntimeError and _THROWN_BY_GLOO.match(str(error)):
         return "communication"
     if oom_killed and _is_of_killed_worker(error):
         return "out_of_memory"
     return "user"
+
+
+def _of_cuda(error: BaseException) -> RankFailureKind | None:
+    if type(error) is RuntimeError or "torch.AcceleratorError" in _type_names(error):
+        for code, (text, kind) in _OF_CUDA.items():
+            if getattr(error, "error_code", None) == code or str(error).startswith(f"{_CUDA_ERROR}{text}"):
+                return kind
+    return None
 
 
 def _type_names(error: BaseException) -> list[str]:

@@ -32,7 +32,7 @@ from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruptio
 from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.rank.failures import counts_against, is_of_gpu
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.rank.rendezvous import Address
@@ -143,6 +143,8 @@ class _Leader:
                 get_run_logger().warning("stopped after a report, and failed on the way out, which changes nothing: %s", exc)
                 self._record(self._outcome(claimed, None))
                 return None
+            if isinstance(exc, RankFailedError) and exc.rank is not None and is_of_gpu(exc.original):
+                self._gpus.leave_out(exc.rank)
             self._judge(exc)
             self._record(_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):

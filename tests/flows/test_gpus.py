@@ -152,3 +152,9 @@ def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeyp
     broken = run.model_copy(update={"name": "broken"})
     with pytest.raises(Exception, match="CUDA out of memory"):
         train("gpu_trainings:run_out_of_memory", {"breaks": str(tmp_path / "free")}, ONE, broken)
+
+
+def test_a_broken_gpu_is_left_out_of_the_next_attempt(run, monkeypatch):
+    monkeypatch.setenv("PRETENDED_GPUS", "3")
+    result = train("gpu_trainings:break_gpu", {}, BOTH, run, failure=FailureConfig(max_infrastructure_failures=1))
+    assert (result.return_value, result.attempts) == ("1,2", 2)

@@ -52,5 +52,13 @@ def run_out_of_memory(config: dict) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+def break_gpu(config: dict) -> str:
+    """Fail on the first of the GPUs of the machine; return the GPUs of the attempt."""
+    visible = os.environ["FAKEGPU_VISIBLE_DEVICES"]
+    if visible.split(",")[get_context().local_rank] == "0":
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    return visible
+
+
 def evaluate_on_gpu() -> dict:
     return {"gpu": os.environ["FAKEGPU_VISIBLE_DEVICES"]}

@@ -163,6 +163,23 @@ def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
     third.release()
 
 
+def test_a_gpu_that_has_failed_is_taken_again_only_if_too_few_others_are_free(machine):
+    two = allocation(2)
+    take(two)
+    two.leave_out(0)
+    assert take(two) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
+    two.leave_out(1)
+    assert take(two) == {"FAKEGPU_VISIBLE_DEVICES": "1,0"}  # no other is free
+    two.leave_out(2)  # no rank of these
+    two.release()
+    elastic = GpuAllocation(3, 0.0, "this one", fewest=2)
+    take(elastic)
+    elastic.leave_out(1)
+    assert take(elastic) == {"FAKEGPU_VISIBLE_DEVICES": "0,2"}  # enough
+    elastic.release()
+    assert gpus_log[0] == "GPU 0 has failed: it is left out as long as enough others are free"
+
+
 def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
     first = allocation(1)
     take(first)

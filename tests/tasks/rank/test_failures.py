@@ -24,7 +24,7 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_first, cause_of, hint_at_death, of_exception, of_returncode
+from prefect_torch.tasks.rank.failures import cause_first, cause_of, hint_at_death, is_of_gpu, of_exception, of_returncode
 from prefect_torch.tasks.rank.program import call
 from rank_specs import rank_spec
 from torch import distributed
@@ -139,6 +139,7 @@ def test_a_broken_gpu_is_told_from_a_broken_kernel(code, text, kind):
     assert of_exception(accelerator_error(code, text)) == kind
     assert of_exception(accelerator_error(code, "translated")) == kind
     assert of_exception(RuntimeError(f"CUDA error: {text}\nCompile with")) == kind  # of torch before 2.8
+    assert is_of_gpu(accelerator_error(code, text)) == (kind == "infrastructure")
     assert of_exception(QuotingError(f"CUDA error: {text}")) == "user"
 
 
