@@ -84,8 +84,8 @@ def report(
             other parts on another rank is refused, unless it has a name of its own there or is marked with `RankLocal`. Of
             everything else, each rank stores its own value if it differs between ranks or is marked. Give the objects
             themselves, since the tensors of their `state_dict()` would be compared. Give averages of weights as a module
-            (`AveragedModel`), not as a dict. `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A
-            directory may be reported beside it.
+            (`AveragedModel`), not as a dict. Gradients are not stored: report after an optimizer step. `Checkpoint.load_state`
+            restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside it.
         step: The same number on every rank, growing from checkpoint to checkpoint; None means the step after that of the
             previous report, or of the restored checkpoint; the first is 0. When the step of the newest checkpoint is reported
             again, such as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays,
