@@ -21,6 +21,7 @@ from prefect_torch.ckpt.storage.local_files.names import are_two_files
 from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.storage.sizes import OtherSizeError, wait_for_sizes
+from prefect_torch.ckpt.storage.specs.location import is_one_place
 from prefect_torch.ckpt.storage.synced.transport import Transport
 from prefect_torch.ckpt.text import utc_now
 
@@ -130,7 +131,8 @@ def _name_from(run: Run, checkpoint: Checkpoint) -> str | None:
 
 def belongs_to(run: Run, checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a committed one of `run`: another run may have the same name in another storage."""
-    return checkpoint.store is not None and checkpoint.store.path == run.path
+    store = checkpoint.store
+    return store is not None and store.path == run.path and is_one_place(store.spec, run.spec)
 
 
 def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:

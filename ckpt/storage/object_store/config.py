@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
 import obstore.store
+from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
 
@@ -134,8 +135,7 @@ def promises_key_order(store: "ObjectStore") -> bool:
 def _complete_s3(config: dict[str, Any]) -> Any:
     """Fill in the endpoint and the region as AWS' own tools find them; return a credential provider unless keys are given."""
     provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()
-    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    for endpoint in (*map(os.environ.get, variables), profile_endpoint):
+    for endpoint in (*map(os.environ.get, ENDPOINT_VARIABLES), profile_endpoint):
         if endpoint:
             config.setdefault("aws_endpoint_url", endpoint)
     has_region = provider is not None and "region" in provider.config

@@ -21,6 +21,9 @@ BLOCK_SLUGS = {
     "azure-blob-storage-container",
 }
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+# Options that name a server or an account, by each of their names; the others name credentials, or how to connect.
+_SERVER = re.compile(r"(?:(?:aws|azure_storage|azure)_)?(endpoint|account_name)(?:_url)?")
 _ONE_SLASH = re.compile(rf"(?:{'|'.join(sorted(OBJECT_STORES))}|file|memory|sftp|ssh|ftp|hdfs|smb):(?!//)", re.IGNORECASE)
 _OF_WINDOWS = re.compile(r"[A-Za-z]:(?:\\|/)")
 # A host's port, or an address in brackets, is no user with a password. A user may be an e-mail address. A form's JSON schema
@@ -64,6 +67,18 @@ def canonical(location: str) -> str:
     """
     scheme, separator, rest = location.partition("://")
     return f"{_OTHER_NAMES.get(scheme, scheme)}://{rest}" if separator else os.path.realpath(location)
+
+
+def is_one_place(one: StorageSpec, other: StorageSpec) -> bool:
+    """Return whether two specifications name one location: buckets of one name, on two servers or of two accounts, are two."""
+    return canonical(one.url) == canonical(other.url) and _server_of(one) == _server_of(other)
+
+
+def _server_of(spec: StorageSpec) -> dict[str, str]:
+    named = {found[1]: value.rstrip("/") for name, value in spec.options.items() if (found := _SERVER.fullmatch(name.lower()))}
+    if canonical(spec.url).startswith("s3://") and not named.get("endpoint"):
+        named["endpoint"] = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "").rstrip("/")
+    return named
 
 
 def refuse_password(text: str) -> None:

@@ -654,6 +654,20 @@ def test_one_file_that_has_a_number_by_each_name_is_still_one(tmp_path, monkeypa
     assert store.list() == []
 
 
+def test_a_checkpoint_of_the_same_run_and_bucket_on_another_server_is_another_runs(tmp_path):
+    inner = MemoryStorage()
+    here, there = (
+        CheckpointStore(inner, Layout("run"), StorageSpec("s3://bucket", {"aws_endpoint_url": f"http://{host}:9000"}))
+        for host in ("here", "there")
+    )
+    attempt = Attempt(here)
+    attempt.session().report({}, folder(tmp_path / "c", m="x"))
+    (manifest,) = here.list()
+    for store, is_own in ((here, True), (there, False)):
+        attempt.restored = store.checkpoint(manifest)
+        assert attempt.session().continues_own_run == is_own
+
+
 def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
     zombie = Attempt(store, 2)
     claim_attempt(store, Owner.current(), world_size=2)

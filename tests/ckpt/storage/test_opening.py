@@ -7,7 +7,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.retry import RetryingStorage
-from prefect_torch.ckpt.storage.specs.location import is_block_slug, parse_location
+from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES, is_block_slug, is_one_place, parse_location
 
 
 @pytest.mark.parametrize("storage", ["./ck", "ck", Path("ck"), "ck/"])
@@ -228,3 +228,29 @@ def test_a_name_in_a_url_that_no_key_can_have_is_refused_by_what_to_write(url, w
 def test_a_wrapper_of_fsspec_is_refused_at_once():
     with pytest.raises(ValueError, match=r"^dir:// is fsspec's wrapper of another filesystem"):
         open_storage("dir:///x")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_one"),
+    [
+        ({}, {}, True),
+        ({"aws_endpoint_url": "http://a:9000"}, {"endpoint": "http://a:9000/", "aws_access_key_id": "other"}, True),
+        ({"aws_endpoint_url": "http://a:9000"}, {"endpoint_url": "http://b:9000"}, False),
+        ({}, {"endpoint": "http://a:9000"}, False),
+        ({}, {"endpoint": "http://variable:9000"}, True),
+        ({"aws_region": "us-east-1"}, {"aws_region": "eu-west-1"}, True),
+    ],
+)
+def test_buckets_of_one_name_on_two_servers_are_two_places(monkeypatch, one, other, is_one):
+    for name in ENDPOINT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if "http://variable:9000" in other.values():
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://variable:9000")
+    assert is_one_place(StorageSpec("s3a://bucket/x", one), StorageSpec("s3://bucket/x", other)) == is_one
+    assert not is_one_place(StorageSpec("s3://bucket/x", one), StorageSpec("s3://bucket/y", one))
+
+
+def test_containers_of_one_name_in_two_accounts_are_two_places():
+    one, other = (StorageSpec("az://container", {"azure_storage_account_name": name}) for name in ("one", "other"))
+    assert is_one_place(one, one)
+    assert not is_one_place(one, other)

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
@@ -14,6 +15,7 @@ from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal
 from prefect_torch.deployments.command_line import program
+from pydantic import SecretStr
 from ranks import Attempt, folder
 from stored_runs import store_run
 from wrapped_storage import WrappedStorage
@@ -237,6 +239,25 @@ def test_a_copy_refuses_another_run_of_that_name_and_its_own_storage(local, comm
     for itself in (local, tmp_path / "link"):
         code, _, err = command("copy", local, "run", itself)
         assert (code, "is the storage of the run itself" in err) == (1, True)
+
+
+def test_a_run_is_copied_to_a_bucket_of_the_same_name_on_another_server(command, tmp_path, moto, rclone, prefect_server):
+    bucket = moto.new_bucket()
+    rclone.client().create_bucket(Bucket=bucket)
+    for server, name in ((moto, "copied-from"), (rclone, "copied-to")):
+        credentials = AwsCredentials(
+            aws_access_key_id=server.access_key,
+            aws_secret_access_key=SecretStr(server.secret_key),
+            aws_client_parameters=AwsClientParameters(endpoint_url=server.endpoint),
+        )
+        S3Bucket(bucket_name=bucket, credentials=credentials).save(name, overwrite=True)
+    source, other = (f"s3-bucket/{name}" for name in ("copied-from", "copied-to"))
+    store_run(source, tmp_path / "scratch")
+    code, _, err = command("copy", source, "run", source)
+    assert (code, "is the storage of the run itself" in err) == (1, True)
+    assert command("copy", source, "run", other)[0] == 0
+    assert command("verify", other, "run")[0] == 0
+    assert len(CheckpointStore.open(other, "run").list()) == 3
 
 
 @pytest.mark.parametrize("chosen", [[], ["latest"]])
