@@ -136,6 +136,21 @@ def sweep(
     """
     shorten_logs()
     tie_embedded_server()
+    with outlast_api_outages():
+        return _sweep(train_fn, space, config, search, scaling, run, checkpoint, failure, trials_on)
+
+
+def _sweep(
+    train_fn: str | Callable[..., Any],
+    space: dict[str, Any],
+    config: dict[str, Any] | None,
+    search: SearchConfig | None,
+    scaling: ScalingConfig | None,
+    run: RunConfig | None,
+    checkpoint: CheckpointConfig | None,
+    failure: FailureConfig | None,
+    trials_on: str | None,
+) -> SweepResult:
     require_optuna()
     if search is None:
         raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
@@ -177,7 +192,6 @@ def sweep(
                 trials = DeployedTrials(training, searched, led, check_lead, trials_on, function)
             # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
             with (
-                outlast_api_outages(),
                 spared_from_suspension(),
                 cancellable(termination),
                 show_sweep(led, definition, searched, search, run_config),

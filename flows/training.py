@@ -132,32 +132,52 @@ def train(
     """
     shorten_logs()
     tie_embedded_server()
-    scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
+    with outlast_api_outages():  # also of an embedded server that dies while the page is made
+        return _train(
+            train_fn,
+            config,
+            scaling or ScalingConfig(),
+            run or RunConfig(),
+            checkpoint or CheckpointConfig(),
+            failure or FailureConfig(),
+            resume_from,
+        )
+
+
+def _train(
+    train_fn: str | Callable[..., Any],
+    config: dict[str, Any] | None,
+    scaling: ScalingConfig,
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    failure: FailureConfig,
+    resume_from: str | Checkpoint | None,
+) -> Result:
+    scaling = with_cluster_of_runner(scaling)
     gpus, machines = gpus_for(scaling), machines_for(scaling)
-    job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure, resume_from)
+    job = _job(train_fn, config, scaling, run, checkpoint, failure, resume_from)
     _introduce(job)
     termination = Termination(failure.grace_s)
     job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids))
     location = LocationObserver(job)
-    with outlast_api_outages():  # also of an embedded server that dies while the page is made
-        try:
-            with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
-                return_value = lead_training(
-                    job,
-                    gpus,
-                    machines,
-                    termination,
-                    [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
-                )
-        finally:
-            # A terminated process may be killed soon; then the end of the next training refreshes the page.
-            if location.has_begun and termination.cause is None:
-                refresh_runs_page(job.storage)
-        result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
-        location.log_completed(summary := summarize(result, job.policy))
-        return completed(summary, result)
+    try:
+        with interruptible(termination, yields_to_urgent=job.run_config.yields_to_urgent):
+            return_value = lead_training(
+                job,
+                gpus,
+                machines,
+                termination,
+                [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
+            )
+    finally:
+        # A terminated process may be killed soon; then the end of the next training refreshes the page.
+        if location.has_begun and termination.cause is None:
+            refresh_runs_page(job.storage)
+    result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+    location.log_completed(summary := summarize(result, job.policy))
+    return completed(summary, result)
 
 
 def _introduce(job: TrainJob) -> None:

@@ -26,7 +26,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows import RunConfig, SearchConfig, grid, sweep, train
 from prefect_torch.flows.prefect_api import outage as api_outage
 from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper
 from prefect_torch.flows.prefect_api.outage import is_outage, outlast_api_outages
@@ -230,6 +230,35 @@ def test_an_end_while_a_proxy_answers_with_a_page_of_its_own_is_told_afterwards(
             assert end()
             APILogHandler().flush()
         assert pages == []
+
+
+def climb(storage):
+    return train("sweep_trainings:climb", {"lr": 0.3, "epochs": 1}, run=RunConfig(storage=storage))
+
+
+def climb_in_a_sweep(storage):
+    search = SearchConfig(metric="loss")
+    return sweep("sweep_trainings:climb", {"lr": grid([0.3])}, {"epochs": 1}, search, run=RunConfig(storage=storage))
+
+
+@pytest.mark.parametrize("call", [climb, climb_in_a_sweep])
+def test_a_server_without_its_database_as_a_flow_run_begins_does_not_end_it(tmp_path, call):
+    """Prefect's own client does not repeat a request that has status 500, and nothing restarts a flow run that Failed."""
+    failed = []
+
+    def change(method: str, path: str, response: Response) -> Response:
+        is_within = bool(failed) or path.endswith("/labels")  # before, Prefect's engine changes the name
+        if method != "PATCH" or not is_within or path in failed:
+            return response
+        failed.append(path)
+        return Response(500, b"{}", {"Retry-After": "0.1"})
+
+    with proxied(f"http://127.0.0.1:{server_port()}") as proxy:
+        proxy.change = change
+        with temporary_settings({PREFECT_API_URL: f"{proxy.endpoint}/api"}):
+            assert call(tmp_path)
+            APILogHandler().flush()
+    assert [path.endswith("/labels") for path in failed][:2] == [True, False]
 
 
 def test_an_embedded_server_is_kept_running_until_nothing_but_the_final_state_is_left(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ class HttpProxy:
                 if self.command != "HEAD":
                     self.wfile.write(changed.body)
 
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = pass_on  # noqa: N815 - http.server's names
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = do_PATCH = pass_on  # noqa: N815 - http.server's names
 
             def log_message(self, *args):
                 pass
