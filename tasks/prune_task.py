@@ -20,7 +20,8 @@ REFUSED = "deletion refused"  # why a checkpoint is kept
 _SHOWN = 20  # in a log line
 
 
-@task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False)
+# The next prune is the retry: PREFECT_TASKS_DEFAULT_RETRIES, with its delays, would hold up the end of the training.
+@task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False, retries=0)
 def prune_checkpoints(
     storage: StorageSpec | str,
     run: str,

@@ -87,6 +87,7 @@ _given: ContextVar[_Given] = ContextVar("trial")
     task_runner=ONE_THREAD_PER_RANK,
     persist_result=False,
     validate_parameters=False,
+    retries=0,  # FailureConfig and the sweep decide on restarts, not PREFECT_FLOWS_DEFAULT_RETRIES
     on_crashed=[set_terminated_state],
 )
 def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameter `run`

@@ -1,6 +1,8 @@
 """Prefect's settings for a part of a process, and the clients made with them."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from prefect.client.orchestration import get_client
@@ -84,3 +86,19 @@ def test_certificates_are_those_that_prefect_is_told_to_trust(tmp_path):
         own_connections(5.0)
     with temporary_settings({PREFECT_API_TLS_INSECURE_SKIP_VERIFY: True}):
         assert "verify" not in own_connections(5.0)
+
+
+def test_default_retries_of_prefect_repeat_neither_a_prune_nor_a_trial():
+    """A failing prune held up the end of its training for a quarter of an hour; Prefect reads the settings at the import."""
+    program = (
+        "from prefect_torch.flows.trials.local_trials import trial\n"
+        "from prefect_torch.tasks.prune_task import prune_checkpoints\n"
+        "from prefect import flow, task\n"
+        "def of_a_user(): ...\n"
+        "print([it.retries for it in (trial, prune_checkpoints, flow(of_a_user), task(of_a_user))])"
+    )
+    settings = {"PREFECT_TASKS_DEFAULT_RETRIES": "3", "PREFECT_FLOWS_DEFAULT_RETRIES": "2"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "[0, 0, 2, 3]\n"
