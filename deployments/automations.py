@@ -20,8 +20,8 @@ from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_los
 from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, WAIT_FOR_NO_MACHINE, frequency_s, silence_s
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
-from prefect_torch.flows.prefect_api.deployments import read_deployment
-from prefect_torch.flows.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.deployments import read_deployment
+from prefect_torch.tasks.prefect_api.paging import read_pages
 
 from .job_templates import has_variable
 from .resumers import start_resumers

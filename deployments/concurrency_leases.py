@@ -4,7 +4,7 @@ import warnings
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect_torch.flows.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.paging import read_pages
 
 from .server_settings import keeps_leases_in_memory
 

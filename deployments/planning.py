@@ -11,8 +11,8 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMismatchError
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
-from prefect_torch.flows.prefect_api.deployments import read_deployment
-from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
+from prefect_torch.tasks.prefect_api.deployments import read_deployment
+from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
 
 from .job_templates import default_of, has_variable
 from .training import grace_in, lost_with_container, read_work_pool

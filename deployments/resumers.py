@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import RunDeployment
-from prefect_torch.flows.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.paging import read_pages
 
 from .resuming import last_sign
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.flows.prefect_api.outage import is_key_refused, is_outage
+from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
 
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"

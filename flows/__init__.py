@@ -12,7 +12,7 @@ from prefect_torch.tasks.rank.user_code.shadowing import check_is_package as _ch
 
 _check_is_package("prefect")  # before the first import of prefect, which would fail less clearly, or run the user's file
 
-from .prefect_api import embedded_server as _embedded_server  # noqa: E402, F401 - its import has an effect
+from prefect_torch.tasks.prefect_api import embedded_server as _embedded_server  # noqa: E402, F401 - its import has an effect
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.domains import choice, grid, loguniform, randint, uniform

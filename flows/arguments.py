@@ -18,9 +18,9 @@ from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
-from prefect_torch.tasks.liveness import flow_run_above
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.training.liveness import flow_run_above
 
 _PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 

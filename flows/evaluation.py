@@ -13,21 +13,21 @@ from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
-from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
-from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
-from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
+from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
+from prefect_torch.tasks.training.liveness import is_being_trained
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 

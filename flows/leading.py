@@ -17,14 +17,14 @@ from prefect_torch.ckpt import CheckpointError, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.prefect_api.flow_run import has_run_before
-from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks import train_workers
 from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.returned import released
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
+from prefect_torch.tasks.prefect_api.flow_run import has_run_before
+from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.run_logs import get_run_logger

@@ -14,9 +14,6 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
-from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
-from prefect_torch.flows.prefect_api.final_state import completed
-from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
 from prefect_torch.flows.sweeps.beginning import begin
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition
@@ -39,6 +36,9 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
+from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.final_state import completed
+from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to

@@ -12,9 +12,6 @@ from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.restarted import Restart
-from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
-from prefect_torch.flows.prefect_api.final_state import completed
-from prefect_torch.flows.prefect_api.outage import outlast_api_outages
 from prefect_torch.flows.result import Result, summarize
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
@@ -28,6 +25,9 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
+from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.final_state import completed
+from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob

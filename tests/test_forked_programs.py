@@ -14,10 +14,10 @@ import pytest
 from _pytest.assertion import rewrite
 from forked_programs import FORKED, Popen, PopenOfProgram, run_program
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_torch.flows.prefect_api import embedded_server
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.processes.fork_servers import python_command
 from prefect_torch.tasks.gang.processes.process import RankProcess
+from prefect_torch.tasks.prefect_api import embedded_server
 
 IS_FORKED = "import sys; assert 'torch' in sys.modules and 'prefect' in sys.modules, 'it is new'\n"
 

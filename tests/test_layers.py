@@ -53,9 +53,19 @@ def imports(path: Path, tree: ast.AST | None = None) -> Iterator[str]:
                 yield f"{module}.{alias.name}" if f"{module}.{alias.name}" in MODULES else module
 
 
+def above(module: str) -> set[str]:
+    """Return the packages of a module, each of which Python runs before it."""
+    parts = module.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts))}
+
+
 @cache
 def graph() -> dict[str, set[str]]:
-    return {name: (set(imports(path)) & MODULES.keys()) - {name} for name, path in MODULES.items()}
+    """Return what each module imports, and the packages above that: not its own, nor those with nothing but a docstring."""
+    empty = {name for name, path in MODULES.items() if path.name == "__init__.py" and len(parsed(path).body) <= 1}
+    named = {name: set(imports(path)) & MODULES.keys() for name, path in MODULES.items()}
+    run = {name: set().union(*map(above, names)) - above(name) - empty for name, names in named.items()}
+    return {name: (names | run[name]) - {name} for name, names in named.items()}
 
 
 @cache

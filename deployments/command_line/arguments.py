@@ -68,7 +68,7 @@ def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:
     """Allow a server that is started to load a block a minute for its start, as flows do."""
     if not is_block_slug(text):
         return nullcontext()
-    from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect
+    from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect
 
     return long_startup_timeout()
 

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
-from prefect_torch.flows.prefect_api.final_state import is_of_state
+from prefect_torch.tasks.prefect_api.final_state import is_of_state
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.tracebacks import first_line, has_user_frames, is_defect, is_from_here, user_traceback
 

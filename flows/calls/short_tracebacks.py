@@ -14,10 +14,10 @@ from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectEx
 from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import show_short
-from prefect_torch.flows.prefect_api.embedded_server import long_startup_timeout
-from prefect_torch.flows.prefect_api.final_state import call_for_result
-from prefect_torch.flows.prefect_api.settings import without_empty_url
 from prefect_torch.tasks.options.run_form import plain_signature
+from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
+from prefect_torch.tasks.prefect_api.final_state import call_for_result
+from prefect_torch.tasks.prefect_api.settings import without_empty_url
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import is_defect, shorten
 

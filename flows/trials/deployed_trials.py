@@ -17,9 +17,6 @@ from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
-from prefect_torch.flows.prefect_api.deployments import read_deployment
-from prefect_torch.flows.prefect_api.outage import is_outage
-from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions, forget_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
@@ -28,6 +25,9 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, status_of_start
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.options.config import UNLIMITED
+from prefect_torch.tasks.prefect_api.deployments import read_deployment
+from prefect_torch.tasks.prefect_api.outage import is_outage
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.restarts import committed_attempts

@@ -21,10 +21,6 @@ from prefect_torch.flows.monitoring.pages.machine import GpuMonitor, describe_ma
 from prefect_torch.flows.monitoring.pages.observer import PageObserver
 from prefect_torch.flows.monitoring.pages.setup import Setup
 from prefect_torch.flows.monitoring.sweeps.trial_message import TrialMessageObserver
-from prefect_torch.flows.prefect_api.client import SubflowClients
-from prefect_torch.flows.prefect_api.final_state import call_for_result, completed
-from prefect_torch.flows.prefect_api.outage import is_outage
-from prefect_torch.flows.prefect_api.settings import settings_with, using
 from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
@@ -32,6 +28,10 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, status_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.prefect_api.client import SubflowClients
+from prefect_torch.tasks.prefect_api.final_state import call_for_result, completed
+from prefect_torch.tasks.prefect_api.outage import is_outage
+from prefect_torch.tasks.prefect_api.settings import settings_with, using
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob

@@ -17,9 +17,9 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, begins_at_once, newest_heartbeat, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
-from prefect_torch.flows.prefect_api.paging import read_pages
-from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.tasks.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 

@@ -11,10 +11,10 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
-from prefect_torch.tasks.liveness import is_unknown, may_be_led
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .liveness import is_unknown, may_be_led
 from .unusable_storage import unusable_storage_explained
 
 

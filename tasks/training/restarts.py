@@ -10,9 +10,10 @@ from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import canonical
-from prefect_torch.tasks.liveness import find_end_before_rerun
 from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
+
+from .liveness import find_end_before_rerun
 
 _MOST_RETRIES = 1_000_000  # for Prefect, which does not support "unlimited"
 _DESCRIPTIONS: dict[FailureKind, str] = {

@@ -29,7 +29,6 @@ from prefect_torch.tasks.gang.rank_logs import rank_logs
 from prefect_torch.tasks.gang.returned import held
 from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_gang
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
-from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against, is_of_gpu
@@ -41,6 +40,7 @@ from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 
 from .job import TrainJob
 from .leadership import record_outcome
+from .liveness import is_being_cancelled
 from .observers import AttemptEnded, AttemptStarted, Observers, RanksStarted
 from .recorder import RunRecorder
 from .restarts import Restarts

@@ -33,7 +33,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows.prefect_api.settings import using
+from prefect_torch.tasks.prefect_api.settings import using
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 

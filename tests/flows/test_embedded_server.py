@@ -18,10 +18,10 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
-from prefect_torch.flows.prefect_api import embedded_server
-from prefect_torch.flows.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
-from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
-from prefect_torch.flows.prefect_api.settings import using
+from prefect_torch.tasks.prefect_api import embedded_server
+from prefect_torch.tasks.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
+from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
+from prefect_torch.tasks.prefect_api.settings import using
 
 
 def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(tmp_path, monkeypatch):

@@ -27,8 +27,8 @@ from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named, initial_checkpoint
 from prefect_torch.flows.evaluation import _unevaluated
-from prefect_torch.tasks.liveness import is_being_trained
 from prefect_torch.tasks.rank.program.call import _as_metrics
+from prefect_torch.tasks.training.liveness import is_being_trained
 from prefect_torch.tasks.training.observers import Observers
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
@@ -296,7 +296,7 @@ def test_a_run_of_which_prefect_tells_nothing_is_over_with_its_newest_attempt_un
     """A key may have expired: who watches would otherwise wait for ever."""
     store = CheckpointStore.open(tmp_path, "run")
     attempt = claim_attempt(store, ELSEWHERE, world_size=1)
-    monkeypatch.setattr("prefect_torch.tasks.liveness.get_run_logger", logging.getLogger)  # a flow's client has its API
+    monkeypatch.setattr("prefect_torch.tasks.training.liveness.get_run_logger", logging.getLogger)  # a flow has its own API
     with api_that_answers(status):
         assert is_being_trained(store) is True
         write_outcome(store, Outcome(attempt.number, "failed"))

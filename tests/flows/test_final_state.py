@@ -5,7 +5,7 @@ import pytest
 from prefect import flow, task
 from prefect.transactions import transaction
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
-from prefect_torch.flows.prefect_api.final_state import completed
+from prefect_torch.tasks.prefect_api.final_state import completed
 
 
 @pytest.fixture

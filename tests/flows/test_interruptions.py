@@ -50,8 +50,8 @@ from prefect_torch.flows import (
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
-from prefect_torch.tasks.liveness import is_being_cancelled
 from prefect_torch.tasks.training import workers_task
+from prefect_torch.tasks.training.liveness import is_being_cancelled
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -268,7 +268,7 @@ import pathlib, time, prefect
 
 @prefect.flow
 def wait():
-    from prefect_torch.flows.prefect_api.embedded_server import tie_embedded_server
+    from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
 
     tie_embedded_server()
     pathlib.Path({str(ready)!r}).touch()

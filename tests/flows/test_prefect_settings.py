@@ -19,9 +19,9 @@ from prefect.settings import (
 )
 from prefect_torch.flows import train
 from prefect_torch.flows.calls import short_tracebacks
-from prefect_torch.flows.prefect_api.client import own_connections
-from prefect_torch.flows.prefect_api.outage import _RETRIES, _defaults
-from prefect_torch.flows.prefect_api.settings import settings_with, using, without_retries
+from prefect_torch.tasks.prefect_api.client import own_connections
+from prefect_torch.tasks.prefect_api.outage import _RETRIES, _defaults
+from prefect_torch.tasks.prefect_api.settings import settings_with, using, without_retries
 
 AWAY = "http://127.0.0.1:1/api"
 

@@ -14,9 +14,9 @@ from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import RunConfig, train
-from prefect_torch.flows.prefect_api.flow_run import has_run_before
 from prefect_torch.flows.run_names import count_call_in_task, default_run_name, name_run
-from prefect_torch.tasks.liveness import find_end_before_rerun
+from prefect_torch.tasks.prefect_api.flow_run import has_run_before
+from prefect_torch.tasks.training.liveness import find_end_before_rerun
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

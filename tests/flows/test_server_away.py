@@ -27,9 +27,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, SearchConfig, grid, sweep, train
-from prefect_torch.flows.prefect_api import outage as api_outage
-from prefect_torch.flows.prefect_api.embedded_server import ServerKeeper
-from prefect_torch.flows.prefect_api.outage import is_outage, outlast_api_outages
+from prefect_torch.tasks.prefect_api import outage as api_outage
+from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper
+from prefect_torch.tasks.prefect_api.outage import is_outage, outlast_api_outages
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))

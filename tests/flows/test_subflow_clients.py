@@ -23,7 +23,7 @@ from prefect.settings import (
 )
 from prefect.utilities.asyncutils import run_coro_as_sync
 from prefect_servers import rows
-from prefect_torch.flows.prefect_api.client import SubflowClients
+from prefect_torch.tasks.prefect_api.client import SubflowClients
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from prefect.client.schemas.sorting import LogSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import StorageError
-from prefect_torch.flows.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.paging import read_pages
 
 
 def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:

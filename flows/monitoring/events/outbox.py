@@ -14,9 +14,9 @@ from prefect.client.orchestration import get_client
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
 from prefect_torch.flows.monitoring.text import storable
-from prefect_torch.flows.prefect_api.client import own_connections
-from prefect_torch.flows.prefect_api.outage import is_key_refused, is_outage
-from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.tasks.prefect_api.client import own_connections
+from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 
 PERIOD_S = 5.0

@@ -10,9 +10,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, show_time
-from prefect_torch.flows.prefect_api.client import LazyClient
-from prefect_torch.flows.prefect_api.flow_run import has_run_before
-from prefect_torch.flows.prefect_api.settings import without_retries
+from prefect_torch.tasks.prefect_api.client import LazyClient
+from prefect_torch.tasks.prefect_api.flow_run import has_run_before
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent

@@ -11,9 +11,9 @@ from uuid import UUID
 
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, artifact_key
 from prefect_torch.flows.monitoring.text import plain_text
-from prefect_torch.flows.prefect_api.client import LazyClient
-from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.journal.history import History
+from prefect_torch.tasks.prefect_api.client import LazyClient
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 

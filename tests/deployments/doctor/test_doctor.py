@@ -19,7 +19,7 @@ from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
-from prefect_torch.flows.prefect_api import embedded_server
+from prefect_torch.tasks.prefect_api import embedded_server
 from servers import free_port
 
 

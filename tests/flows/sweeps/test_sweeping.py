@@ -48,7 +48,6 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
-from prefect_torch.flows.prefect_api.client import SubflowClients
 from prefect_torch.flows.sweeps import unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
@@ -60,6 +59,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, remove_lost_pin, undecided
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
+from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.training import backoff, leadership
 from told_trainings import events_about
 

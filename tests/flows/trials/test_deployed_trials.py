@@ -45,7 +45,6 @@ from prefect_torch.flows import (
     sweeping,
     uniform,
 )
-from prefect_torch.flows.prefect_api.settings import without_retries
 from prefect_torch.flows.sweeps.asked_decisions import expect_questions
 from prefect_torch.flows.sweeps.definition import define, settle_definition
 from prefect_torch.flows.sweeps.domains import parse_space
@@ -57,6 +56,7 @@ from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
 from prefect_torch.flows.trials.trial_flow_runs import FlowRunWatch
 from prefect_torch.flows.trials.trial_runs import Training
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training import backoff
 
 SUPPORT = Path(__file__).parents[2] / "support"

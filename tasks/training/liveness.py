@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
-from prefect_torch.flows.prefect_api.outage import is_outage
+from prefect_torch.tasks.prefect_api.outage import is_outage
 from prefect_torch.tasks.run_logs import get_run_logger
 
 _IMPATIENT_S = 5.0

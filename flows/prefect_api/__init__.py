@@ -1,1 +1,0 @@
-"""Prefect's server, clients, settings and states as flows use them; independent of trainings."""
