@@ -14,9 +14,8 @@ from prefect_torch.ckpt.storage.keys import is_temporary
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.records import check_depth, parse
 
-from .shared_directory import is_token
-
 USER_METADATA_FILE = ".metadata.json"
+IDENTITY_PREFIX = ".prefect-torch-report-"  # of a file by which ranks identify a directory while they agree on its report
 _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
 _REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
@@ -67,8 +66,8 @@ def scan_files(directory: Path) -> list[str]:
         ValueError: If an entry is neither a file nor a directory, a link to nothing, or a link to a directory above it.
 
     """
-    found = _walk(directory, "", ())
-    return [path for path in found if path != USER_METADATA_FILE and not is_token(path)]  # metadata is stored in the manifest
+    found = _walk(directory, "", ())  # metadata is stored in the manifest
+    return [path for path in found if path != USER_METADATA_FILE and not path.startswith(IDENTITY_PREFIX)]
 
 
 def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:

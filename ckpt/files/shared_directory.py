@@ -12,7 +12,8 @@ from pathlib import Path
 from prefect_torch.ckpt.storage.machine.mounts import is_local
 from prefect_torch.ckpt.storage.machine.scratch import kernel_id
 
-_PREFIX = ".prefect-torch-report-"
+from .folder import IDENTITY_PREFIX
+
 _LONGEST_WRITE_S = 10.0
 
 
@@ -43,13 +44,8 @@ def forget_identity(directory: Path, step: int) -> None:
     _token_file(directory, step).unlink(missing_ok=True)
 
 
-def is_token(path: str) -> bool:
-    """Return whether the file at `path` in a reported directory is one by which ranks identify it."""
-    return path.startswith(_PREFIX)
-
-
 def _token_file(directory: Path, step: int) -> Path:
-    return directory / f"{_PREFIX}{step}"
+    return directory / f"{IDENTITY_PREFIX}{step}"
 
 
 def _read_token(file: Path) -> str:
