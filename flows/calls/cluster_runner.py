@@ -7,6 +7,7 @@ from prefect.context import FlowRunContext
 from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect_torch.tasks import DaskCluster, RayCluster, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster import Cluster
+from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 
 
 class ClusterThreads(ThreadPoolTaskRunner[Any]):
@@ -30,18 +31,27 @@ class ClusterThreads(ThreadPoolTaskRunner[Any]):
 
 
 def use_threads(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a flow with the task runner of a cluster replaced by threads that know the cluster.
+    """Return the options of a flow with a task runner that has a thread for each rank, and knows the cluster that was named.
+
+    With fewer threads than ranks, ranks would wait for those that cannot start; with as many, no prune could run.
 
     Raises:
-        ValueError: If the task runner would start a cluster of its own.
+        ValueError: If the task runner would start a cluster of its own, or is none of threads, Ray or Dask.
 
     """
     runner = options.get("task_runner")
+    if isinstance(runner, type):
+        runner = runner()
     if not isinstance(runner, TaskRunner):
         return options
+    if isinstance(runner, ThreadPoolTaskRunner):
+        return {**options, "task_runner": runner if isinstance(runner, ClusterThreads) else ONE_THREAD_PER_RANK}
     package = type(runner).__module__.partition(".")[0]
     if package not in {"prefect_ray", "prefect_dask"}:
-        return options
+        raise ValueError(
+            f"task_runner={type(runner).__name__}(...): the task runs of ranks are threads of the flow's process, and each "
+            "rank is a process of its own: leave the task runner out"
+        )
     address = getattr(runner, "address", None)
     if address is None:
         raise ValueError(f"{type(runner).__name__}(address=...) is needed: a training starts no cluster")

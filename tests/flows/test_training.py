@@ -13,6 +13,7 @@ import torch.distributed as dist
 from forked_programs import started_as_usual
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
+from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -54,6 +55,18 @@ def epochs(number, **config):
 @pytest.fixture
 def run(tmp_path):
     return RunConfig(name="run", storage=str(tmp_path / "store"))
+
+
+def test_a_task_runner_with_few_threads_starts_all_ranks(run):
+    training = train.with_options(task_runner=ThreadPoolTaskRunner(max_workers=1))
+    result = training("trainings:train_epochs", epochs(1), TWO, run, failure=NO_RESTARTS)
+    assert result.return_value == {"begun": 0, "attempt": 1}
+
+
+@pytest.mark.parametrize("runner", [ProcessPoolTaskRunner, ProcessPoolTaskRunner(max_workers=2)])
+def test_a_task_runner_of_processes_is_refused(runner):
+    with pytest.raises(ValueError, match=r"^task_runner=ProcessPoolTaskRunner\(...\): .*: leave the task runner out$"):
+        train.with_options(task_runner=runner)
 
 
 def test_a_training_gives_back_its_result(run):
