@@ -151,8 +151,9 @@ class Search:
         return DecisionPoints(time_attr, milestone, self._scheduler.asks_always, stop, before)
 
     def _milestone_of(self, trial: TrialRecord) -> float | None:
-        """Return the time from which a running trial needs a decision; it may have started with another scheduler, or none."""
-        return self._scheduler.first_milestone(trial.number) if trial.milestone is None else trial.milestone
+        """Return the time from which a trial needs a decision; a running one may have begun with another scheduler, or none."""
+        is_unknown = trial.state == "running" and trial.milestone is None
+        return self._scheduler.first_milestone(trial.number) if is_unknown else trial.milestone
 
     def first_decision(self, number: int) -> float | None:
         """Return the time from which a trial's first checkpoint needs a decision; None if checkpoints need none."""

@@ -141,7 +141,9 @@ def _run_rank(training, plan, spec) -> None:
     try:
         file_faults.arm(plan, f"rank {spec.rank}")
         with ExitStack() as held:
-            result = main._run(spec, held)
+            result = main._run(spec, held, group := ExitStack())
+            if result.kind is None:  # as main() does
+                group.close()
         if result.kind is not None:
             print(result.traceback, flush=True)
         elif spec.rank == 0:

@@ -50,6 +50,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
+from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import workers_task
 from prefect_torch.tasks.training.liveness import is_being_cancelled
 
@@ -393,15 +394,19 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     assert find_interruption(client, equal, yields_to_urgent=True) is None
 
 
-def test_flow_runs_beyond_the_first_page_of_the_api_count(client, pool):
+def test_flow_runs_beyond_the_first_page_of_the_api_count(client, pool, monkeypatch):
+    """With pages of two flow runs; Prefect's own have 200."""
+    read = client.read_flow_runs
+    monkeypatch.setattr(client, "read_flow_runs", lambda *, limit=2, **asked: read(limit=limit, **asked))
+    monkeypatch.setattr(paging, "_PAGE", 2)
     this = begin(client, pool, "background", Pending(), Running())
     urgent = begin(client, pool, "urgent", Scheduled(name="Late"))
-    for _ in range(201):
+    for _ in range(3):
         client.create_flow_run_from_deployment(urgent.deployment_id, state=Running())
-    client.update_work_queue(urgent.work_queue_id, concurrency_limit=201)
+    client.update_work_queue(urgent.work_queue_id, concurrency_limit=3)
     assert find_interruption(client, this, yields_to_urgent=True) is None
-    client.update_work_queue(urgent.work_queue_id, concurrency_limit=202)
-    for _ in range(200):
+    client.update_work_queue(urgent.work_queue_id, concurrency_limit=4)
+    for _ in range(3):
         client.create_flow_run_from_deployment(this.deployment_id, state=Scheduled(name="Late"))
     found = find_interruption(client, this, yields_to_urgent=True)
     assert found.reason == f"gave way to the more urgent flow run {urgent.name!r}"

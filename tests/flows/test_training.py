@@ -40,7 +40,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.gang import gang, rank_groups
-from prefect_torch.tasks.training import start
+from prefect_torch.tasks.training import leadership
 from pydantic import ValidationError
 from trainings import ENDS, returned_end
 
@@ -451,7 +451,7 @@ def test_a_claim_that_always_fails_ends_with_the_budget(run, monkeypatch):
             pytest.fail("it goes on for ever")
         raise StorageError("no answer")
 
-    monkeypatch.setattr(start, "claim_attempt", fail)
+    monkeypatch.setattr(leadership, "claim_attempt", fail)
     with pytest.raises(StorageError, match="no answer"):
         train("trainings:train_epochs", epochs(1), run=run, failure=FailureConfig(max_infrastructure_failures=2))
     assert len(claims) == 3

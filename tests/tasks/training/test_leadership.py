@@ -7,8 +7,8 @@ from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.tasks import RunConfig, liveness
-from prefect_torch.tasks.training import leadership
+from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.training import leadership, liveness
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
 
 HERE = Owner.current("0b1c2d3e-0000-4000-8000-000000000001")
