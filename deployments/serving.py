@@ -8,9 +8,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-import httpx
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
+from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_key_refused, is_outage
 
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
@@ -55,7 +54,7 @@ async def _poll_patiently(
             await workload()
             if lost is not None:
                 await asyncio.to_thread(_log_refusal, after_outage)
-        except (httpx.HTTPError, ValueError) as exc:
+        except NO_ANSWER as exc:
             if not _may_pass(exc):
                 raise
             said = _REFUSED if is_key_refused(exc) else _AWAY

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
@@ -28,6 +27,7 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.prefect_api.outage import NO_ANSWER
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.liveness import flow_run_above, is_cancellation
@@ -152,7 +152,7 @@ def _record_cancelled(flow_run_id: UUID) -> None:
 
     Prefect's engine ends it as Crashed, or as Failed where it waits for the task of a training.
     """
-    with suppress(PrefectException, httpx.HTTPError), without_retries(), get_client(sync_client=True) as client:
+    with suppress(PrefectException, *NO_ANSWER), without_retries(), get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
         if state is not None and not (state.is_cancelled() or state.is_completed()):
             message = "Cancelled. Nobody ended its process, so its work ended by itself."
@@ -177,7 +177,7 @@ def _watch(find: Callable[[], BaseException | None], termination: Termination, h
     found_s: float | None = None
     while not has_ended.wait(_POLL_S) and termination.cause is None:  # also between two attempts, when none is led
         # The next poll tries again, also after a proxy's page in the place of an answer.
-        with suppress(httpx.HTTPError, PrefectException, ValueError):
+        with suppress(PrefectException, *NO_ANSWER):
             found, now_s = find(), time.monotonic()
             if found is None:
                 found_s = None

@@ -38,9 +38,9 @@ def prune_checkpoints(
         storage: The storage of the run.
         run: The run's name.
         policy: The retention policy; the newest and pinned checkpoints are kept in any case.
-        limits: The checkpoints that are kept whatever the policy decides, and the attempt that prunes, which must not once it
-            is overtaken. None outside of a training: while the run is trained, the checkpoint that its attempt restored and
-            those that it has not recorded yet are kept.
+        limits: Checkpoints that are kept whatever the policy decides, and the attempt that prunes, which must not once it is
+            overtaken. Without an attempt, the checkpoint that a running attempt restored and those that it has not recorded
+            yet are kept in addition.
         dry_run: Only decide, and log the decision.
         memory: The manifests that earlier prunes have read.
         garbage: Whether to look for data that were never committed.
@@ -53,8 +53,9 @@ def prune_checkpoints(
     """
     logger = get_run_logger()
     store = replace(CheckpointStore.open(configured_storage(storage), run), memory=memory)
-    if limits is None:
-        limits = prune_limits(store, read_status(store))
+    if limits is None or limits.attempt is None:
+        found = prune_limits(store, read_status(store))
+        limits = found if limits is None else found.narrowed(limits.in_use, limits.up_to)
     if limits.attempt is not None:
         check_fence(store, limits.attempt)
     with library_logs_in_run():

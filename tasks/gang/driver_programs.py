@@ -9,6 +9,10 @@ _POLL_S = 1.0
 _LONGEST_END_S = 1.0  # of a killed process that the kernel can end
 
 
+class DriverHangsError(subprocess.TimeoutExpired):
+    """A program that asked a driver did not end in time, nor by being killed."""
+
+
 def ask_driver(
     command: list[str], longest_s: float, wait: Callable[[float], None] = lambda _: None
 ) -> "subprocess.CompletedProcess[str]":
@@ -20,7 +24,8 @@ def ask_driver(
         wait: Called about once a second while it runs, with the seconds so far; what it raises ends the program.
 
     Raises:
-        subprocess.TimeoutExpired: If it runs for longer. It is killed; one that does not end by that is left to the kernel.
+        subprocess.TimeoutExpired: If it runs for longer, so that it is killed.
+        DriverHangsError: If it does not end by that; it is left to the kernel.
 
     """
     began_s = time.monotonic()
@@ -36,11 +41,14 @@ def ask_driver(
                 wait(waited_s)
             else:
                 return subprocess.CompletedProcess(command, process.returncode, out, err)
+    except BaseException as exc:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LONGEST_END_S)
+        if process.returncode is None and isinstance(exc, subprocess.TimeoutExpired):
+            raise DriverHangsError(command, longest_s) from exc
+        raise
     finally:
-        if process.poll() is None:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_LONGEST_END_S)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()

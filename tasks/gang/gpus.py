@@ -155,14 +155,9 @@ class GpuAllocation:
         """The variables with which a process sees these GPUs, in the order of the ranks, and no others."""
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
 
-    def check(self, raise_if_requested: Callable[[], None] = lambda: None) -> None:
-        """Raise ValueError unless this machine has enough GPUs, free or not, and RuntimeError if torch cannot list them.
-
-        Args:
-            raise_if_requested: Called once a second while they are listed.
-
-        """
-        pool = self._gpus(raise_if_requested)
+    def check(self) -> None:
+        """Raise ValueError unless this machine has enough GPUs, free or not, and RuntimeError if torch cannot list them."""
+        pool = self._gpus()
         if len(pool) < self._fewest:
             given = self._count if self._fewest == self._count else (self._fewest, self._count)
             is_sliced = any("MIG" in gpu.name for gpu in pool)
@@ -184,9 +179,9 @@ class GpuAllocation:
             RuntimeError: If torch cannot list them.
 
         """
-        if len(self._taken) == self._count:
+        if len(self._taken) == self._count and self._failed.isdisjoint(self.uuids):
             return
-        self.check(raise_if_requested)
+        self.check()
         started_s = time.monotonic()
         remind_s = -math.inf
         while (users := self._try()) is not None:
@@ -216,20 +211,17 @@ class GpuAllocation:
         self._count = self._fewest = len(self._taken)
 
     def leave_out(self, rank: int) -> None:
-        """Release the GPU of a rank, and take it again only if too few others are free; no effect on a rank without one."""
-        if rank < len(self.locks):
-            lock = self.locks[rank]
-            os.close(lock)
-            gpu = self._taken.pop(lock)
+        """Have the next `take` release the GPU of a rank, unless too few others are free; no effect on a rank without one."""
+        if rank < len(self._taken):
+            gpu = list(self._taken.values())[rank]
             self._failed.add(gpu.uuid)
             get_run_logger().warning("GPU %s has failed: it is left out as long as enough others are free", gpu.choice)
 
-    def _gpus(self, raise_if_requested: Callable[[], None] = lambda: None) -> list[Gpu]:
+    def _gpus(self) -> list[Gpu]:
         warn_s = _SLOW_LISTING_S
 
         def wait(waited_s: float) -> None:
             nonlocal warn_s
-            raise_if_requested()
             if waited_s >= warn_s:
                 warn_s = math.inf
                 get_run_logger().warning(
@@ -248,13 +240,17 @@ class GpuAllocation:
             return [f"all, by a process that has been taking some for {_LONGEST_TAKING_S:g} s"]
 
     def _take(self) -> list[str] | None:
-        taken = dict(self._taken)
+        failed = {gpu: lock for lock, gpu in self._taken.items() if gpu.uuid in self._failed}  # kept until there are others
+        taken = {lock: gpu for lock, gpu in self._taken.items() if gpu not in failed}
         users: list[str] = []
         with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
             for gpu in sorted(self._gpus(), key=lambda it: it.uuid in self._failed):
                 if len(taken) >= (self._fewest if gpu.uuid in self._failed else self._count):
                     break
-                if gpu in self._taken.values():
+                if gpu in taken.values():
+                    continue
+                if gpu in failed:
+                    taken[failed.pop(gpu)] = gpu
                     continue
                 lock = _open(gpu.uuid)
                 try:
@@ -271,6 +267,8 @@ class GpuAllocation:
             for lock in new:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, self._owner.encode()[:_LONGEST_OWNER], 0)
+            for lock in failed.values():
+                os.close(lock)
         self._taken = taken
         return None
 

@@ -14,6 +14,8 @@ from prefect.exceptions import MissingResult, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed
 
+from .outage import NO_ANSWER
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
@@ -89,8 +91,8 @@ def _raised_before(lost: Exception) -> Exception | None:
 
 
 def _has_completed(flow_run_id: str) -> bool:
-    # No answer counts as no, and neither does a proxy's page.
-    with suppress(httpx.HTTPError, ObjectNotFound, ValueError), get_client(sync_client=True) as client:
+    # No answer counts as no.
+    with suppress(*NO_ANSWER, ObjectNotFound), get_client(sync_client=True) as client:
         state = client.read_flow_run(UUID(flow_run_id)).state
         return state is not None and state.is_completed()
     return False

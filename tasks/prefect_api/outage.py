@@ -36,7 +36,8 @@ _POLL_S = 1.0
 _JUST_NOW_S = 1.0
 _LATER = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # a proxy says so, or Prefect Cloud
 _OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-
+# What a request raises that got no answer of Prefect; the second for the page of a proxy, which is no JSON.
+NO_ANSWER = (httpx.HTTPError, ValueError)
 
 _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
 
@@ -143,7 +144,7 @@ def _outage() -> Exception | None:
     with without_retries(), get_client(sync_client=True) as client:
         try:
             client.read_flow_run(UUID(flow_run.id))
-        except (httpx.HTTPError, ValueError) as exc:
+        except NO_ANSWER as exc:
             return exc if _is_away(exc) else None
         except ObjectNotFound:  # the server has another database now, and waiting does not bring the old one back
             return None

@@ -61,7 +61,8 @@ def main() -> None:
         if result.kind is None:  # else: a group that lost a rank may wait for it without limit
             if spec.use_gpu:
                 wait_for_kernels(spec.local_rank)  # of collectives that other ranks take part in, which end with this process
-            end_in_order(group.close, held.close)
+            end_in_order(_leave_process_group, held.close)
+            group.close()
             flush_output()
     # Not sys.exit: after a failure, a collective or a thread of the user may hang; native code may do so at any exit.
     os._exit(0 if result.kind is None else 1)
@@ -96,7 +97,7 @@ def _final(*kinds: type[BaseException]) -> Iterator[None]:
 
 
 def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
-    """Return the result of the function; `group` then leaves the process group, on which no result depends."""
+    """Return the result of the function; `group` then waits for the ranks that need this one's store, once it has left."""
     _prepare(spec)
     try:
         packed = _enter_paths(spec, held)
@@ -113,7 +114,6 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
         _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
         if group_store is not None:
             group.callback(group_store.close, spec, key_value)
-        group.callback(_leave_process_group)
         result = call_in_session(function, config, session, spec)
         if result.kind is None and session.is_cut_short:
             key_value.set(CUT_SHORT_KEY, b"")

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
-from prefect_torch.tasks.prefect_api.outage import is_outage
+from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.run_logs import get_run_logger
 
 _IMPATIENT_S = 5.0
@@ -33,7 +32,7 @@ def is_being_trained(store: CheckpointStore) -> bool:
     flow_run_id = status.attempt.owner.flow_run_id
     try:
         ended = None if flow_run_id is None else has_ended(flow_run_id)
-    except httpx.HTTPError as exc:
+    except NO_ANSWER as exc:
         if is_outage(exc):  # the training goes on meanwhile
             return True
         ended = None
@@ -48,7 +47,7 @@ def may_be_led(status: AttemptStatus) -> bool:
     Asks Prefect only where the storage and the machine do not show its end.
 
     Raises:
-        httpx.HTTPError: If Prefect's API is unavailable.
+        httpx.HTTPError, ValueError: If Prefect's API is unavailable; the latter for the page of a proxy.
 
     """
     flow_run_id, outcome = status.attempt.owner.flow_run_id, status.outcome
@@ -76,7 +75,7 @@ def is_unknown(flow_run_id: str) -> bool:
     """Return whether Prefect answers that it does not know a flow run: it was deleted, or is another server's."""
     try:
         return has_ended(flow_run_id) is None
-    except httpx.HTTPError:
+    except NO_ANSWER:
         return False
 
 
@@ -111,7 +110,7 @@ def is_being_cancelled(flow_run_id: str) -> bool:
             this: FlowRun | None = client.read_flow_run(UUID(flow_run_id))
             while this is not None and not is_cancellation(this.state):
                 this = flow_run_above(client, this)
-        except (httpx.HTTPError, ObjectNotFound):
+        except (*NO_ANSWER, ObjectNotFound):
             return False
     return this is not None
 

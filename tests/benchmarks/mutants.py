@@ -388,7 +388,7 @@ MUTANTS = [
     *mutants_of(
         "tasks/prune_task.py",
         "tests/flows/test_pruning.py",
-        ("limits = prune_limits(store, read_status(store))", "limits = PruneLimits()"),
+        ("found = prune_limits(store, read_status(store))", "found = PruneLimits()"),
     ),
     *mutants_of(
         "ckpt/checkpoint_store.py",

@@ -301,5 +301,7 @@ def test_a_run_of_which_prefect_tells_nothing_is_over_with_its_newest_attempt_un
         assert is_being_trained(store) is True
         write_outcome(store, Outcome(attempt.number, "failed"))
         assert is_being_trained(store) is goes_on
+    with api_that_answers(200, b"<html>under maintenance</html>"):
+        assert is_being_trained(store) is True
     said = [record.getMessage() for record in caplog.records if "does not tell whether" in record.getMessage()]
     assert [ELSEWHERE.flow_run_id in it and "401" in it for it in said] == [True] * (status == 401)

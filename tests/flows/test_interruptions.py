@@ -29,7 +29,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
-from prefect_servers import wait_until
+from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -52,7 +52,7 @@ from prefect_torch.flows.interruptions import cancellable, find_interruption, in
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import workers_task
-from prefect_torch.tasks.training.liveness import is_being_cancelled
+from prefect_torch.tasks.training.liveness import is_being_cancelled, is_unknown
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -303,6 +303,9 @@ def test_what_a_cancelled_flow_has_called_is_cancelled(client):
         cancelled()
     assert seen == [(False, True)]
     assert not is_being_cancelled(str(uuid.uuid4()))
+    with api_that_answers(200, b"<html>under maintenance</html>"):
+        assert not is_being_cancelled(str(begun[0]))
+        assert not is_unknown(str(begun[0]))
 
 
 def test_a_flow_run_of_a_deployment_goes_on_without_the_flow_that_has_started_it(client, pool):

@@ -33,6 +33,18 @@ def test_an_overtaken_attempt_deletes_nothing(tmp_path):
     assert len(store.list()) == 1
 
 
+def test_what_a_caller_keeps_is_kept_beside_what_a_running_attempt_needs(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    session = Attempt(store).session()
+    for _ in range(3):
+        session.report({}, folder(tmp_path / "c", model="x"))
+    claim_attempt(store, Owner.current(), world_size=1)  # which has yet to store the reports of the first in the history
+    oldest = store.list()[0].id
+    with disable_run_logger():
+        decided = prune_checkpoints.fn(store.spec, "run", RetentionPolicy(1), PruneLimits(in_use=(oldest,)), dry_run=True)
+    assert decided.drop == ()
+
+
 def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, monkeypatch):
     store = CheckpointStore.open(tmp_path / "store", "run")
     first = Attempt(store)

@@ -10,8 +10,9 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.tasks.gang.driver_programs import ask_driver
+from prefect_torch.tasks.gang.driver_programs import DriverHangsError, ask_driver
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
+from prefect_torch.tasks.run_logs import get_run_logger
 
 _QUERY = "index,uuid,name,utilization.gpu,memory.used,memory.total"
 _LONGEST_S = 5.0  # a driver that hangs must not hold up the pages
@@ -124,8 +125,11 @@ class GpuMonitor:
             return
         try:
             samples = self._read()
-        except subprocess.TimeoutExpired:  # each further call might leave one more process that cannot be ended
+        except DriverHangsError:  # each further call might leave one more process that cannot be ended
             self._hangs = True
+            get_run_logger().warning("the driver of the GPUs hangs: their use is not shown from now on; try nvidia-smi")
+            return
+        except subprocess.TimeoutExpired:  # the machine is under load; the next sample may succeed
             return
         for sample in samples:
             if sample.uuid.removeprefix("GPU-") in wanted:

@@ -41,7 +41,8 @@ def end_in_order(leave_group: Callable[[], None], clean_up: Callable[[], None]) 
     for end in (_leave_out_what_is_torchs, threading._shutdown, atexit._run_exitfuncs, leave):  # type: ignore[attr-defined]  # noqa: SLF001 - what Py_Finalize calls
         with suppress(BaseException):
             end()
-    limit.cancel()  # the limit of `faulthandler` stays for the rest of the exit
+    limit.cancel()
+    faulthandler.dump_traceback_later(LONGEST_S + _OF_NATIVE_CODE_S, exit=True, file=2)  # for the rest of the exit
 
 
 def _end_at_once(awaited: list[str], clean_up: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 from prefect_torch.tasks.gang import driver_programs
-from prefect_torch.tasks.gang.driver_programs import ask_driver
+from prefect_torch.tasks.gang.driver_programs import DriverHangsError, ask_driver
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 
@@ -49,8 +49,9 @@ def test_what_a_program_prints_is_returned_however_long_it_is(started):
 
 def test_a_program_that_takes_too_long_is_killed(started):
     waited = []
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
         ask_driver(SLEEPS, 0.2, waited.append)
+    assert raised.type is subprocess.TimeoutExpired
     assert started[0].returncode == -signal.SIGKILL
     assert waited == sorted(waited)
     assert len(waited) > 1
@@ -65,6 +66,6 @@ def test_what_is_raised_while_it_runs_ends_it(started):
 def test_a_program_that_no_signal_ends_is_not_waited_for(started, monkeypatch):
     monkeypatch.setattr(driver_programs, "_LONGEST_END_S", 0.1)
     monkeypatch.setattr(Started, "is_killable", False)
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(DriverHangsError):
         ask_driver(SLEEPS, 0.2)
     assert started[0].poll() is None

@@ -172,6 +172,13 @@ def test_a_gpu_that_has_failed_is_taken_again_only_if_too_few_others_are_free(ma
     assert take(two) == {"FAKEGPU_VISIBLE_DEVICES": "1,0"}  # no other is free
     two.leave_out(2)  # no rank of these
     two.release()
+    all_of_them = allocation(3)
+    take(all_of_them)
+    all_of_them.leave_out(1)
+    with pytest.raises(GpusBusyError):
+        take(allocation(1))  # nobody gets it meanwhile
+    assert take(all_of_them) == {"FAKEGPU_VISIBLE_DEVICES": "0,2,1"}
+    all_of_them.release()
     elastic = GpuAllocation(3, 0.0, "this one", fewest=2)
     take(elastic)
     elastic.leave_out(1)
@@ -263,27 +270,14 @@ def hanging_driver(monkeypatch):
 
 
 @pytest.mark.timeout(60)
-def test_a_driver_that_hangs_is_named_and_a_training_that_waits_for_it_can_be_terminated(hanging_driver, monkeypatch):
+def test_a_driver_that_hangs_is_named_and_given_up(hanging_driver, monkeypatch):
     monkeypatch.setattr(gpus, "_SLOW_LISTING_S", 0.1)
-    looks = []
-
-    def terminate_once_warned():
-        looks.append(None)
-        if gpus_log:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        allocation(1, None).take(terminate_once_warned)
-    assert len(looks) > 1
-    (line,) = gpus_log
-    assert line.startswith("torch has not listed the GPUs of this machine after 0 s: their driver may hang, so try nvidia-smi")
-
-
-@pytest.mark.timeout(60)
-def test_a_driver_that_hangs_for_long_is_given_up(hanging_driver, monkeypatch):
-    monkeypatch.setattr(gpus, "_LONGEST_LISTING_S", 0.2)
-    with pytest.raises(RuntimeError, match=r"torch has not listed the GPUs .* after 0\.2 s: their driver may hang"):
+    monkeypatch.setattr(gpus, "_LONGEST_LISTING_S", 0.3)
+    with pytest.raises(RuntimeError, match=r"torch has not listed the GPUs .* after 0\.3 s: their driver may hang"):
         allocation(1, None).check()
+    (line,) = gpus_log
+    named = r"torch has not listed the GPUs of this machine after \d+ s: their driver may hang, so try nvidia-smi"
+    assert re.match(named, line)
 
 
 def test_without_gpus_nothing_is_asked_or_taken(monkeypatch):

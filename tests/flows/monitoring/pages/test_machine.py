@@ -1,5 +1,11 @@
 """What a page says of GPUs, from what the driver's program prints."""
 
+import logging
+import os
+import signal
+import subprocess
+
+import pytest
 from prefect_torch.flows.monitoring.pages import machine
 from prefect_torch.flows.monitoring.pages.machine import GpuMonitor, GpuSample, parse_sample, read_gpus
 
@@ -48,15 +54,32 @@ def test_only_the_gpus_of_the_ranks_are_sampled_whatever_form_their_uuids_have()
     ]
 
 
-def test_a_driver_that_hangs_is_asked_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("is_killable", "times"), [(True, 2), (False, 1)])
+def test_a_driver_that_hangs_is_asked_again_only_if_its_program_could_be_ended(
+    tmp_path, monkeypatch, caplog, is_killable, times
+):
+    left: list[subprocess.Popen[str]] = []
+
+    def kill(process):
+        left.append(process)
+
+    if not is_killable:
+        monkeypatch.setattr(subprocess.Popen, "kill", kill)
     asked = tmp_path / "asked"
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho once >> {asked}\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     monkeypatch.setattr(machine, "_LONGEST_S", 2.0)
+    monkeypatch.setattr(machine, "get_run_logger", logging.getLogger)
     monitor = GpuMonitor(lambda: ["GPU-0"])
-    monitor.sample()
-    monitor.sample()
-    assert asked.read_text().split() == ["once"]
+    try:
+        monitor.sample()
+        monitor.sample()
+    finally:
+        for process in left:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    assert asked.read_text().split() == ["once"] * times
+    assert ["the driver of the GPUs hangs" in it.getMessage() for it in caplog.records] == [True] * (not is_killable)
     assert monitor.uses == []
