@@ -8,7 +8,6 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     FlowRunFilter,
-    FlowRunFilterDeploymentId,
     FlowRunFilterId,
     FlowRunFilterParentFlowRunId,
     TaskRunFilter,
@@ -24,7 +23,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.run_logs import get_run_logger
 
-from .liveness import impatient_client
+from .liveness import has_own_process, impatient_client
 
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may contain "rank", and is in its task run's name
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
@@ -77,13 +76,12 @@ def end_task_runs(
 def end_below(client: SyncPrefectClient, flow_run_id: UUID, message: str) -> None:
     """Set all that the dead process of a flow run has left to Crashed: its task runs and subflow runs, and those below them.
 
-    A subflow run of a deployment has a process of its own, and stays as it is.
+    A subflow run of a deployment, or of a flow that is bound to a work pool, has a process of its own, and stays as it is.
     """
-    of_process = FlowRunFilter(
-        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]),
-        deployment_id=FlowRunFilterDeploymentId(is_null_=True),
-    )
-    for subflow_run in list(read_pages(client.read_flow_runs, flow_run_filter=of_process)):
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
+    for subflow_run in list(read_pages(client.read_flow_runs, flow_run_filter=below)):
+        if has_own_process(subflow_run):
+            continue
         end_below(client, subflow_run.id, message)
         if subflow_run.state is None or not subflow_run.state.is_final():
             client.set_flow_run_state(subflow_run.id, Crashed(message=message), force=True)

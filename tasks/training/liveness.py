@@ -89,12 +89,21 @@ def impatient_client() -> Iterator[SyncPrefectClient]:
         yield client
 
 
+def has_own_process(subflow_run: FlowRun) -> bool:
+    """Return whether a subflow run has another process than the flow that started it.
+
+    This is one of a deployment, as by `run_deployment`, or one of a flow that is bound to a work pool, as by Prefect's
+    decorators `docker` and `kubernetes`: it has no deployment, but a work pool.
+    """
+    return subflow_run.deployment_id is not None or subflow_run.work_pool_name is not None
+
+
 def flow_run_above(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
     """Return the flow run in whose process `this` was called; None if no flow called it. Costs two requests.
 
-    A flow run of a deployment has its own process, which keeps running without the flow that started it by `run_deployment`.
+    None, too, if `this` has a process of its own, which keeps running without the flow that started it.
     """
-    if this.parent_task_run_id is None or this.deployment_id is not None:
+    if this.parent_task_run_id is None or has_own_process(this):
         return None
     above = client.read_task_run(this.parent_task_run_id).flow_run_id
     return None if above is None else client.read_flow_run(above)

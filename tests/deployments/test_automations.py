@@ -47,7 +47,7 @@ from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, 
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.run_names import default_run_name, name_run
 from prefect_torch.tasks.training.leadership import lineage_of
-from prefect_torch.tasks.training.liveness import may_be_led
+from prefect_torch.tasks.training.liveness import flow_run_above, may_be_led
 from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -253,6 +253,21 @@ def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(clien
     client.set_flow_run_state(first.id, Crashed())
     assert resumed(client, first) is not None
     assert client.read_flow_run(elsewhere.id).state.is_running()
+
+
+def test_a_subflow_run_in_a_work_pool_outlives_the_flow_that_called_it(client, trained):
+    """Prefect's infrastructure decorators bind a flow to a work pool: its run there has a container and no deployment."""
+    deployment_id = client.create_deployment(client.create_flow(research), "bound", entrypoint="research.py:research")
+    first = client.create_flow_run_from_deployment(deployment_id)
+    client.set_flow_run_state(first.id, Running(), force=True)
+    bound = begin_below(client, first, "train", train, work_pool_name="pool", job_variables={})
+    below_bound = begin_below(client, bound, "judge", judge)
+    assert flow_run_above(client, bound) is None
+    assert flow_run_above(client, below_bound).id == bound.id
+    client.set_flow_run_state(first.id, Crashed())
+    assert resumed(client, first) is not None
+    alive = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[bound.id, below_bound.id])))
+    assert [it.state.name for it in alive] == ["Running"] * 2
 
 
 def test_the_restart_of_a_flow_of_one_s_own_knows_the_earlier_tries_of_its_calls(client):
