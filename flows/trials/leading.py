@@ -1,6 +1,7 @@
 """The loop of a sweep: it starts trials, records their ends, and deletes checkpoints that better trials displace."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -94,20 +95,23 @@ def _tell_of_budget(search: Search, config: SearchConfig) -> None:
 def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
     """Return the trials that ran when the sweep's process was killed, and must continue.
 
-    Their committed reports without a recorded decision are decided on first. Only trials that continue after that have the
-    sweep's present config.
+    The end of those that completed is recorded. The others' committed reports at which the process waited for a decision, and
+    none was recorded, are decided on first. Only trials that continue after that have the sweep's present config.
     """
     for trial in search.running():
         run = Run.open(storage, trial.run)
-        for request in undecided(run, trial, search.points(trial.number, lambda: 0)):
+        status = read_status(run)
+        end = None if status is None or status.outcome is None else end_of(run, status.outcome)
+        if end is not None and end.outcome == "completed":
+            search.end(trial.number, end)
+            continue
+        points = search.points(trial.number, lambda: 0)
+        # A scheduler that this start brings decides at the next report: the earlier ones waited for no decision of it.
+        waited = None if points is None else replace(points, milestone=trial.milestone)
+        for request in undecided(run, trial, waited):
             search.decide(trial.number, request)
             if search.trials[trial.number] is not trial:  # a decision was recorded
                 break
-        if search.trials[trial.number].state == "running":
-            status = read_status(run)
-            end = None if status is None or status.outcome is None else end_of(run, status.outcome)
-            if end is not None and end.outcome == "completed":
-                search.end(trial.number, end)
     search.use_config()
     _unpin(search, storage)  # a kill may have come between the last end and this
     return search.running()

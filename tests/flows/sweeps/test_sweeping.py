@@ -602,6 +602,32 @@ def test_of_reports_that_a_kill_left_undecided_the_first_with_the_metric_is_deci
     assert [(report.time, report.value) for report in searched.trials[0].reports] == [(2, 1.0)]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"scheduler": "asha", "max_t": 9}, {"scheduler": "pbt", "perturbation_interval": 2}, {"max_t": 2}],
+)
+@pytest.mark.parametrize("has_completed", [True, False])
+def test_a_scheduler_of_a_later_start_decides_on_no_report_that_waited_for_none(tmp_path, changes, has_completed):
+    """A trial that has trained to its end has the metrics of its end; one that goes on is decided on at its next report."""
+    space, entries = parse_space({"lr": uniform(0, 1)}), []
+    trial = Search(search(), space, 0, RecordedTrials([], entries.append), "sweep").next_trial()
+    run = Run.open(tmp_path, trial.run)
+    claimed = claim_attempt(run, Owner.current("a-flow-run"), world_size=1)
+    for step in (1, 2, 3):
+        job_commit(run, step, {"loss": 1.0 / step})
+    if has_completed:
+        write_outcome(run, Outcome(claimed.number, "completed", "a-flow-run", return_value={"loss": 0.1}))
+    events = [decode_event(entry, "test") for entry in entries]
+    searched = Search(search(**changes), space, 0, RecordedTrials(events, entries.append), "sweep")
+    goes_on = leading._recovered(searched, StorageSpec(str(tmp_path)))
+    if has_completed:
+        assert (searched.trials[0].state, searched.trials[0].metrics) == ("completed", {"loss": 0.1})
+    elif "scheduler" in changes:
+        assert goes_on == [trial]
+    else:  # a limit needs no scheduler
+        assert (goes_on, searched.trials[0].reason) == ([], "step=2 has reached 2")
+
+
 def test_each_report_of_a_step_counts_and_a_step_that_was_trained_again_once(tmp_path):
     run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
     for attempt, steps in ((1, (0, 0, 1)), (2, (1, 1, 2))):
