@@ -1,10 +1,12 @@
 """The meaning of a flow's arguments: the checkpoint that they name, GPUs and machines for the ranks, what is restarted."""
 
 import secrets
+from collections.abc import Container
 from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
@@ -12,7 +14,7 @@ from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.restarted import restarted_before, tries_before
+from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, restarted_before
 from prefect_torch.flows.run_names import digest_of
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -129,24 +131,29 @@ def _of_others(named: Checkpoint) -> str:
     return "; of other files, give the directory in the config, and read Checkpoint(directory) in the function"
 
 
-def restarted_by_this(run: RunConfig) -> tuple[str, ...]:
+def restarted_by_this(run: RunConfig) -> Container[str | None]:
     """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them.
 
-    Those of a subflow run are the subflow runs that the same flows and task have called in earlier tries and restarts.
+    Those of a subflow run are the subflow runs that the same flows and task have called in earlier tries and restarts. What is
+    not certainly an earlier try counts as another call.
     """
     if run.resume != "never" and not run.takeover:
         return ()
     with get_client(sync_client=True) as client:
         this = outermost = client.read_flow_run(UUID(flow_run.id))
-        restarted, task = restarted_before(client, this), TaskRunContext.get()
-        flows, tries = [str(this.flow_id)], [_PROCESS]
+        flow_runs, task = list[FlowRun](), TaskRunContext.get()
         while (above := flow_run_above(client, outermost)) is not None:
-            outermost = above
-            flows.append(str(outermost.flow_id))
-            tries.append(str(outermost.run_count))
+            flow_runs.append(outermost := above)
+        restarted = restarted_before(client, outermost)
         if outermost is this:
             return restarted
-        if task is not None:
-            flows.append(task.task.name)
-            tries.append(str(task.task_run.run_count))
-        return tries_before(client, outermost.id, call=digest_of(flows), this_try=".".join(tries), flow_run_id=this.id)
+        flows, steps = [str(this.flow_id)], list[tuple[str, int]]()
+        for it in reversed(flow_runs):
+            flows.append(str(it.flow_id))
+            steps.append((str(it.id), it.run_count))
+            if task is not None and task.task_run.flow_run_id == it.id:
+                flows.append(task.task.name)
+                steps.append((str(task.task_run.id), task.task_run.run_count))
+        this_try = CallTry(digest_of(flows), tuple(steps), _PROCESS)
+        this_try.record(client, this.id)
+    return EarlierTries(this_try, restarted)

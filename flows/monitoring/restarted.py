@@ -1,11 +1,13 @@
 """The restart of a crashed flow run by an automation, and the tries of one call in a flow, from the labels of flow runs."""
 
+import json
 import threading
+from collections.abc import Collection, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.monitoring.text import page_url
@@ -14,7 +16,7 @@ RESTARTS_LABEL = "prefect-torch.restarts"
 RESUMES_LABEL = "prefect-torch.resumes"
 FIRST_NAME_LABEL = "prefect-torch.first-name"
 RESTART_TAG = "restart"
-_TRIES_LABEL = "prefect-torch.tries."  # and the call
+_TRY_LABEL = "prefect-torch.try"
 _recording = threading.Lock()  # the server reads all labels, and then writes all: of two requests, one is lost
 
 
@@ -58,24 +60,74 @@ def restarted_before(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str,
     return tuple(found)
 
 
-def tries_before(client: SyncPrefectClient, outermost: UUID, call: str, this_try: str, flow_run_id: UUID) -> tuple[str, ...]:
-    """Return the subflow runs that a call has had in earlier tries, and record that of this try; two requests.
+@dataclass(frozen=True, slots=True)
+class CallTry:
+    """One try of a call in a flow, of which Prefect makes another subflow run each time that the flow is retried.
 
-    Prefect makes another subflow run each time that its parent is retried, and does not relate the two.
-
-    Args:
-        client: A client of the API that has the flow runs.
-        outermost: The outermost flow run, whose labels the resumer hands on to its restart.
+    Attributes:
         call: What identifies the flows and the task on the way to the subflow.
-        this_try: What identifies the try of all of them together. A loop may have several subflow runs in it.
-        flow_run_id: The subflow run.
+        steps: The ids of the flow runs and the task run on this way, outermost first, each with its run count.
+        process: The process.
 
     """
-    label, this = f"{_TRIES_LABEL}{call}", f"{this_try}/{flow_run_id}"
-    with _recording:
-        known = str(client.read_flow_run(outermost).labels.get(label, "")).split()
-        client.update_flow_run_labels(outermost, {label: " ".join([*known, this])})
-    return tuple(of_try.rpartition("/")[2] for of_try in known if not of_try.startswith(f"{this_try}/"))
+
+    call: str
+    steps: tuple[tuple[str, int], ...]
+    process: str
+
+    @classmethod
+    def of(cls, flow_run: FlowRun) -> "CallTry | None":
+        """Return the try whose subflow run `flow_run` is; None if it has recorded none."""
+        if (label := flow_run.labels.get(_TRY_LABEL)) is None:
+            return None
+        call, steps, process = json.loads(str(label))
+        return cls(call, tuple((step, count) for step, count in steps), process)
+
+    def record(self, client: SyncPrefectClient, flow_run_id: UUID) -> None:
+        """Record the try with its own subflow run, so that no other process writes the same labels; one request."""
+        client.update_flow_run_labels(flow_run_id, {_TRY_LABEL: json.dumps([self.call, self.steps, self.process])})
+
+    def is_earlier(self, later: "CallTry", restarted: Collection[str]) -> bool:
+        """Return whether `later` is certainly a later try of the same call: the first step in which they differ was retried.
+
+        A flow run that goes on after a suspension has another process, and the same run count. Another id is another call.
+
+        Args:
+            later: The try to compare with.
+            restarted: The flow runs that the outermost one of `later` restarts.
+
+        """
+        if self.call != later.call:
+            return False
+        if self.steps[0][0] in restarted:
+            return True
+        for (step, count), (later_step, later_count) in zip(self.steps, later.steps, strict=False):
+            if step != later_step:
+                return False
+            if count != later_count:
+                return count < later_count
+        return self.process != later.process
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTries(Container[str | None]):
+    """The subflow runs that were earlier tries of a call; costs a request for each flow run that is looked for.
+
+    Attributes:
+        this: The try of the call.
+        restarted: The flow runs that its outermost flow run restarts.
+
+    """
+
+    this: CallTry
+    restarted: tuple[str, ...]
+
+    def __contains__(self, flow_run_id: object) -> bool:
+        """Return whether a flow run was an earlier try; False if Prefect does not know it."""
+        with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:  # or it is not of Prefect
+            found = CallTry.of(client.read_flow_run(UUID(str(flow_run_id))))
+            return found is not None and found.is_earlier(self.this, self.restarted)
+        return False
 
 
 def first_name_of(client: SyncPrefectClient, outermost: FlowRun) -> str:

@@ -1,5 +1,6 @@
 """The definition of a training, the same for all of its attempts."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageSpec
@@ -40,7 +41,7 @@ class TrainJob:
     failure: FailureConfig
     decisions: DecisionMaker | None = None
     working_dir: WorkingDirectory | None = None
-    restarted: tuple[str, ...] = ()
+    restarted: Container[str | None] = ()
 
     @property
     def policy(self) -> RetentionPolicy:

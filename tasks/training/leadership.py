@@ -1,6 +1,6 @@
 """The leadership of a run, a training or a sweep: one flow run leads at a time, and records how its attempt ended."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Claimant:
 
     owner: Owner
     run_config: RunConfig
-    restarted: tuple[str, ...]
+    restarted: Container[str | None]
     world_size: int = 0
     settings: dict[str, Any] | None = None
 
@@ -66,11 +66,12 @@ def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:
     def claim_after(previous: Attempt | None, known: frozenset[str] | None) -> tuple[Attempt, Attempt | None]:
         refuse_other_kind(run, previous, is_sweep=claimant.world_size == 0)
         _refuse_if_overtaken(run, previous, owner)
+        is_own = previous is not None and previous.owner.flow_run_id == owner.flow_run_id
         claimed = claim_attempt(
             run,
             owner,
             world_size=claimant.world_size,
-            lineage=lineage_of(previous, claimant.run_config, (owner.flow_run_id, *restarted)),
+            lineage=lineage_of(previous, claimant.run_config, (owner.flow_run_id,) if is_own else restarted),
             settings=claimant.settings,
             known=known,
         )
@@ -87,7 +88,7 @@ def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
 
 
-def lineage_of(previous: Attempt | None, run: RunConfig, continued: Collection[str | None]) -> int | None:
+def lineage_of(previous: Attempt | None, run: RunConfig, continued: Container[str | None]) -> int | None:
     """Return the first attempt whose checkpoints the next one may restore; None if that is the next one itself.
 
     Args:

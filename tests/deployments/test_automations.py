@@ -43,7 +43,7 @@ from prefect_torch.deployments.command_line.doctor.software_checks import check_
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
-from prefect_torch.flows.monitoring.restarted import Restart, restarted_before, tries_before
+from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.run_names import default_run_name, name_run
 from prefect_torch.tasks.training.leadership import lineage_of
@@ -273,12 +273,19 @@ def test_a_subflow_run_in_a_work_pool_outlives_the_flow_that_called_it(client, t
 def test_the_restart_of_a_flow_of_one_s_own_knows_the_earlier_tries_of_its_calls(client):
     deployment_id = client.create_deployment(client.create_flow(research), "tries", entrypoint="research.py:research")
     first = client.create_flow_run_from_deployment(deployment_id)
-    one, two, three = (uuid4() for _ in range(3))
-    assert tries_before(client, first.id, "call", "1", one) == ()
-    assert tries_before(client, first.id, "call", "1", two) == (), "in a loop of the same try"
-    assert tries_before(client, first.id, "another", "2", uuid4()) == ()
+    below = begin_below(client, first, "train", train)
+    begun = CallTry("call", ((str(first.id), 1),), "a process")
+    begun.record(client, below.id)
     client.set_flow_run_state(first.id, Crashed(), force=True)
-    assert tries_before(client, resumed(client, first).id, "call", "2", three) == (str(one), str(two))
+    again = resumed(client, first)
+    restarted = restarted_before(client, again)
+    assert str(below.id) in EarlierTries(CallTry("call", ((str(again.id), 1),), "another process"), restarted)
+    assert str(below.id) in EarlierTries(replace(begun, steps=((str(first.id), 2),)), ())
+    assert str(below.id) in EarlierTries(replace(begun, process="after a suspension"), ())
+    assert str(below.id) not in EarlierTries(begun, ()), "in a loop of the same try"
+    assert str(below.id) not in EarlierTries(replace(begun, call="another", process="another"), restarted)
+    others = (str(again.id), str(uuid4()), "not of Prefect", None)  # one that recorded no try, and unknown ones
+    assert [it in EarlierTries(begun, restarted) for it in others] == [False] * 4
 
 
 @pytest.mark.parametrize("end", [Completed(), Failed(), Cancelled()], ids=lambda state: state.name)

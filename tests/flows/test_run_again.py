@@ -156,6 +156,27 @@ def test_a_parents_retry_goes_on_after_the_fresh_start_of_an_earlier_try(tmp_pat
     assert tries[1].return_value == {"begun": 0, "attempt": 4}, "another flow run begins anew"
 
 
+def test_another_call_of_a_task_begins_anew_although_the_call_before_was_retried(tmp_path):
+    tries = []
+    anew = RunConfig(name="nightly", storage=str(tmp_path), resume="never")
+
+    @task(retries=1)
+    def fit(fails):
+        tries.append(train("trainings:train_epochs", {"epochs": 2}, run=anew).return_value)
+        if fails:
+            fails.pop()
+            raise ValueError
+
+    @flow
+    def pipeline():
+        fit([1])
+        fit([])
+
+    pipeline()
+    first, again, another = tries
+    assert (first["begun"], again["begun"], another["begun"]) == (0, 2, 0)
+
+
 def test_a_parents_retry_does_not_take_a_run_back(tmp_path):
     """Which somebody else has taken over from an earlier try."""
     store = CheckpointStore.open(tmp_path, "taken")
