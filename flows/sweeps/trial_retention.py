@@ -1,9 +1,11 @@
 """Which trials of a sweep keep their checkpoints: a pure function of its history."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, beats, score_of, scores_in
 
@@ -60,12 +62,23 @@ def _fronts(trials: Sequence[TrialRecord], metrics: Sequence[str], modes: Sequen
 
     A trial without a score for each metric is in an infinite one.
     """
-    fronts = {trial.number: math.inf for trial in trials}
+    numbers = {trial.number: math.inf for trial in trials}
     known = ((scores_in(it.metrics, it.state, metrics, modes), it.number) for it in trials)
-    ranked = sorted((scores, number) for scores, number in known if scores is not None)  # one that beats another precedes it
-    for place, (scores, number) in enumerate(ranked):
-        fronts[number] = 1 + max((fronts[other] for better, other in ranked[:place] if beats(better, scores)), default=-1)
-    return fronts
+    fronts: list[list[list[float]]] = []
+    # One that beats another precedes it. One that a front beats is beaten by each front before, too.
+    for scores, number in sorted((scores, number) for scores, number in known if scores is not None):
+        front = bisect_left(fronts, True, key=partial(_is_not_beaten, scores))
+        if front == len(fronts):
+            fronts.append([])
+        fronts[front].append(scores)
+        numbers[number] = front
+    return numbers
+
+
+def _is_not_beaten(scores: Sequence[float], front: Sequence[Sequence[float]]) -> bool:
+    """Return whether none of a front beats the trial with `scores`, which follows them in the order of scores."""
+    last = front[-1:] if len(scores) == 2 else front  # noqa: PLR2004 - of two metrics, the last has the best second one
+    return not any(beats(better, scores) for better in last)
 
 
 def _key(trial: TrialRecord, metric: str, mode: str) -> tuple[bool, float, int]:

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import math
 import re
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from prefect_torch.ckpt.reporting.decisions import Verdict, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, SweepFailedError, SweepResult, choice, grid, loguniform, randint, uniform
+from prefect_torch.flows.sweeps import trial_retention
 from prefect_torch.flows.sweeps.definition import define
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import (
@@ -22,7 +24,7 @@ from prefect_torch.flows.sweeps.journal.events import (
     TrialStarted,
     decode_event,
 )
-from prefect_torch.flows.sweeps.journal.history import history_of, score_of
+from prefect_torch.flows.sweeps.journal.history import TrialRecord, beats, history_of, score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
@@ -412,6 +414,36 @@ def test_of_several_metrics_all_trials_that_none_beats_keep_their_checkpoints(ke
         Run.open("memory://", "sweep"), define("", SPACE, {}, configured(metric=["loss", "size"])), search.trials
     )
     assert [trial.number for trial in result.best_trials] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("metrics", [["a", "b"], ["a", "b", "c"]])
+def test_the_fronts_are_those_of_the_definition(metrics):
+    chance = Random(0)
+    scores = [{name: chance.choice([chance.randint(0, 4), chance.random() * 4]) for name in metrics} for _ in range(80)]
+    expected, left = {}, set(range(80))
+    while left:
+        known = {number: [scores[number][name] for name in metrics] for number in left}
+        best = {it for it in left if not any(beats(other, known[it]) for other in known.values())}
+        expected |= dict.fromkeys(best, len(set(expected.values())))
+        left -= best
+    trials = [TrialRecord(number, "run", {}, number, state="completed", metrics=it) for number, it in enumerate(scores)]
+    trials.append(TrialRecord(80, "run", {}, 80, state="completed", metrics={"a": 0.0}))
+    assert trial_retention._fronts(trials, metrics, ["min"] * len(metrics)) == {**expected, 80: math.inf}
+
+
+@pytest.mark.parametrize("is_front", [True, False])
+def test_many_trials_of_two_metrics_are_not_compared_each_with_each(monkeypatch, is_front):
+    compared = []
+    monkeypatch.setattr(trial_retention, "beats", lambda one, other: compared.append(one) or beats(one, other))
+    chance = Random(0)
+    losses = [chance.random() for _ in range(1000)]
+    metrics = [{"a": loss, "b": 1 - loss if is_front else chance.random()} for loss in losses]
+    history = {
+        number: TrialRecord(number, f"run-{number}", {}, number, state="completed", metrics=it)
+        for number, it in enumerate(metrics)
+    }
+    trial_retention.find_excess(history, frozenset(), 5, ["a", "b"], ["min", "min"])
+    assert 999 <= len(compared) < 10_000
 
 
 def test_of_a_single_metric_no_more_trials_than_asked_for_keep_their_checkpoints():
