@@ -183,10 +183,21 @@ def _sweep(
             )
             before = dict(searched.trials)
             remove_lost_pin(led, before.values())
-            _leave(led, begun.former.values())
+            left = _leave(led, begun.former.values())
             if trials_on is None:
-                _cancel_deployed(led, before.values(), "the sweep goes on with its trials in its own process")
-            expect_questions(led, are_expected=trials_on is not None)
+                left += _cancel_deployed(led, before.values(), "the sweep goes on with its trials in its own process")
+            # Those that are left ask, get no answer, and stop: else they would train without decisions.
+            expect_questions(led, are_expected=trials_on is not None or bool(left))
+
+            def cancel_left() -> None:
+                if left:
+                    left[:] = cancel_flow_runs(left, "the sweep goes on without it")
+                    expect_questions(led, are_expected=trials_on is not None or bool(left))
+
+            def check_before_trial() -> None:
+                check_lead()
+                cancel_left()
+
             trials: TrialRuns = LocalTrials(training, searched)
             if trials_on is not None:
                 trials = DeployedTrials(training, searched, led, check_lead, trials_on, function)
@@ -197,25 +208,31 @@ def _sweep(
                 show_sweep(led, definition, searched, search, run_config),
             ):
                 searched.lead(claimed.number, definition.config, is_fresh=begun.is_fresh)
-                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_lead))
+                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_before_trial))
+            cancel_left()
             if before and searched.trials == before:
                 get_run_logger().warning("%s", _nothing_left(search, searched))
     result = SweepResult.of(led, definition, searched.trials)
     return completed(summarize_sweep(definition, searched.trials), result)
 
 
-def _leave(led: Run, trials: Iterable[TrialRecord]) -> None:
-    """Cancel the flow runs of the former trials of a sweep that begins again, and remove their pins."""
-    _cancel_deployed(led, trials, "the sweep begins again without its trials")
+def _leave(led: Run, trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Cancel the flow runs of the former trials of a sweep that begins again, and remove their pins; see `_cancel_deployed`."""
+    left = _cancel_deployed(led, trials, "the sweep begins again without its trials")
     for trial in trials:
         if trial.source is not None:
             unpin_source(led.spec, trial.source, trial.run)
+    return left
 
 
-def _cancel_deployed(led: Run, trials: Iterable[TrialRecord], reason: str) -> None:
-    """Cancel the flow runs of a deployment that an earlier start of the sweep left for its trials, queued ones, too."""
-    if are_questions_expected(led):
-        cancel_flow_runs([trial for trial in trials if trial.state == "running"], reason)
+def _cancel_deployed(led: Run, trials: Iterable[TrialRecord], reason: str) -> list[TrialRecord]:
+    """Cancel the flow runs of a deployment that an earlier start of the sweep left for its trials, queued ones, too.
+
+    Returns the trials whose flow runs could not be cancelled.
+    """
+    if not are_questions_expected(led):
+        return []
+    return cancel_flow_runs([trial for trial in trials if trial.state == "running"], reason)
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

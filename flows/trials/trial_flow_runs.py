@@ -160,29 +160,38 @@ def find_alive(trial: TrialRecord) -> list[FlowRun]:
         return [it for it in read_pages(client.read_flow_runs, flow_run_filter=tags) if not has_ended(it)]
 
 
-def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> None:
-    """Cancel a flow run of a trial; an error is logged, since the others end nevertheless."""
+def cancel(trial: TrialRecord, flow_run_id: UUID, reason: str) -> bool:
+    """Cancel a flow run of a trial, and return whether this succeeded; an error is logged, lest the others go on."""
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run_id, Cancelling(message=reason))
     except (PrefectException, httpx.HTTPError, ValueError) as exc:
         get_run_logger().error("trial %d could not be cancelled: %s", trial.number, exc)
+        return False
+    return True
 
 
-def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> None:
-    """Cancel the flow runs of trials that have not ended; errors are logged.
+def cancel_flow_runs(trials: Iterable[TrialRecord], reason: str) -> list[TrialRecord]:
+    """Cancel the flow runs of trials that have not ended, by requests that are made once; errors are logged.
 
     Args:
         trials: The trials, of a sweep whose trials are flow runs of a deployment.
         reason: The message of their state.
 
+    Returns:
+        The trials whose flow runs may go on, since Prefect's API is away, or refuses the requests.
+
     """
-    for trial in trials:
-        try:
-            alive = [it for it in find_alive(trial) if not is_ending(it)]
-        except (PrefectException, httpx.HTTPError, ValueError) as exc:
-            get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
-            continue
-        for flow_run in alive:
-            get_run_logger().info("flow run %r ends: %s", flow_run.name, reason)
-            cancel(trial, flow_run.id, reason)
+    with without_retries():  # else each trial would wait for minutes while the API is away
+        return [trial for trial in trials if not _cancel_flow_runs(trial, reason)]
+
+
+def _cancel_flow_runs(trial: TrialRecord, reason: str) -> bool:
+    try:
+        alive = [it for it in find_alive(trial) if not is_ending(it)]
+    except (PrefectException, httpx.HTTPError, ValueError) as exc:
+        get_run_logger().warning("flow runs of trial %d may go on, since they could not be found: %s", trial.number, exc)
+        return False
+    for flow_run in alive:
+        get_run_logger().info("flow run %r ends: %s", flow_run.name, reason)
+    return all([cancel(trial, flow_run.id, reason) for flow_run in alive])  # noqa: C419 - each of them, also after a failure

@@ -45,7 +45,7 @@ from prefect_torch.flows import (
     sweeping,
     uniform,
 )
-from prefect_torch.flows.sweeps.asked_decisions import expect_questions
+from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
 from prefect_torch.flows.sweeps.definition import define, settle_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
@@ -233,7 +233,7 @@ def test_a_trial_whose_start_gets_a_page_of_a_proxy_instead_of_an_answer_waits(t
         assert trials._starting[TRIAL.number].pauses.wait_s() > 0
         assert trials._goes_on_elsewhere(TRIAL), "nobody knows"
         trial_flow_runs.cancel(TRIAL, uuid4(), "the sweep ends")
-        trial_flow_runs.cancel_flow_runs([TRIAL], "the sweep begins again")
+        assert trial_flow_runs.cancel_flow_runs([TRIAL], "the sweep begins again") == [TRIAL]
 
 
 def test_a_sweep_that_was_overtaken_leaves_the_trials_to_its_successor(api, trials, tmp_path):
@@ -465,7 +465,9 @@ def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):
         assert api.cancelled == [api.flow_run.id]
 
 
-def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_process(unserved, tmp_path):
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_process(unserved, tmp_path, monkeypatch, is_away):
+    """Also if Prefect's API is away when the sweep starts again: the flow run is cancelled later."""
     led, space = Run.open(str(tmp_path), "left"), {"lr": uniform(0, 1)}
     begun = claim_attempt(led, Owner.current("a-flow-run"), world_size=0)
     write_outcome(led, Outcome(begun.number, "preempted", "a-flow-run"))
@@ -477,8 +479,19 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     trial, trials = searched.next_trial(), trials_of(led, "train/queue-a")
     with disable_run_logger():
         trials.start(trial)
+    looks, find_alive = [], trial_flow_runs.find_alive
+
+    def find(trial):
+        looks.append(PREFECT_CLIENT_MAX_RETRIES.value())
+        if is_away and len(looks) == 1:
+            raise httpx.ConnectError("no answer")
+        return find_alive(trial)
+
+    monkeypatch.setattr(trial_flow_runs, "find_alive", find)
     run = RunConfig(name="left", storage=str(tmp_path))
     result = sweep(CLIMB, space, {"epochs": 1}, chosen, run=run)
+    assert looks == ([0, 0] if is_away else [0]), "none waits for the API"
+    assert not are_questions_expected(led)
     assert [(it.run, it.state) for it in result.trials] == [(trial.run, "completed")]
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(trials._running[0][1]).state.is_cancelled()
