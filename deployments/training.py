@@ -155,7 +155,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
     It goes on while Prefect's API is away, or refuses an expired key: the flow runs that it has started continue, and due ones
     start afterwards. Prefect's own `serve` ends at once if the key is refused, after about four minutes without an answer, and
     ends its flow runs. With `max_restarts`, flow runs that died meanwhile, or since an earlier `serve` ended, are restarted,
-    even if the server has missed it.
+    even if the server has missed it, while the automation for this is enabled.
 
     Args:
         deployments: Return values of `make_deployment`.
@@ -181,7 +181,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             for deployment_id, _, automation in restarted:
                 (action,) = automation.actions
                 assert isinstance(action, RunDeployment)
-                if automation.enabled:
+                if _is_enabled(automation):
                     start_resumers(deployment_id, action)
 
         restart()
@@ -210,6 +210,12 @@ def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, R
         trained = client.read_deployment(deployment_id)
     resumer = make_resumer(deployment.full_name)
     return deployment_id, resumer, resume_by(resumer, trained, max_restarts)
+
+
+def _is_enabled(automation: Automation) -> bool:
+    """Return whether an automation is enabled by now; somebody may have paused or deleted it."""
+    with get_client(sync_client=True) as client:  # by its name, since Prefect's client raises for an id that is gone
+        return any(it.id == automation.id and it.enabled for it in client.read_automations_by_name(automation.name))
 
 
 def read_work_pool(name: str) -> WorkPool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -37,7 +38,15 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.text import show_some
-from prefect_torch.deployments import create_work_pool, deploy, evaluate_new_best, make_deployment, resume_crashed, serve
+from prefect_torch.deployments import (
+    create_work_pool,
+    deploy,
+    evaluate_new_best,
+    make_deployment,
+    resume_crashed,
+    serve,
+    training,
+)
 from prefect_torch.deployments.automations import restarted_in_pools
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 from prefect_torch.deployments.resuming import resume
@@ -552,6 +561,30 @@ def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client,
     again = resumed(client, dead, silent_s=600)
     assert again.name == f"{dead.name}-restart-1"
     assert [client.read_flow_run(it.id).state.is_running() for it in (dead, fresh, never_beat)] == [False, True, True]
+
+
+def test_served_flow_runs_are_restarted_after_an_outage_only_while_their_automation_is_enabled(client, monkeypatch):
+    deployment = make_deployment("switched", "my_training:train_fn", run=RunConfig(storage="/store"))
+    told, started = [], []
+
+    @contextmanager
+    def remembers(after_outage):
+        told.append(after_outage)
+        yield
+
+    def serves(*_):
+        (automation,) = client.read_automations_by_name("Resume train/switched")
+        beat(client, begin(client, deployment.apply()), age_s=700)
+        for change in (client.pause_automation, client.resume_automation, client.delete_automation):
+            change(automation.id)
+            told[0]()
+            started.append(len(flow_runs_of(client, "resume/train-switched")))
+            beat(client, begin(client, deployment.apply()), age_s=700)
+
+    monkeypatch.setattr(training, "runner_outlasts_outages", remembers)
+    monkeypatch.setattr("prefect.serve", serves)
+    serve(deployment, max_restarts=2)
+    assert started == [0, 2, 2]
 
 
 def test_an_outage_after_which_a_death_goes_unnoticed_is_warned_of(client, trained):
