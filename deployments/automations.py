@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, cast
 from uuid import UUID
 
+import httpx
 from prefect.automations import Automation, AutomationCore, CompoundTrigger, EventTrigger, Posture, RunDeployment
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
@@ -21,6 +22,7 @@ from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
+from prefect_torch.tasks.prefect_api.outage import is_key_refused
 from prefect_torch.tasks.prefect_api.paging import read_pages
 
 from .job_templates import has_variable
@@ -164,10 +166,21 @@ def resume_by(
 def end_restarts(trained: str, *, is_served: bool) -> None:
     """Delete the automation that restarts the flow runs of the deployment "flow/name", and its resumer's deployment.
 
-    In a work pool, an automation that `resume_crashed` made stays: nobody who deploys again has asked for its end.
+    In a work pool, an automation that `resume_crashed` made stays: nobody who deploys again has asked for its end. A key that
+    may not see automations causes a warning.
     """
     with get_client(sync_client=True) as client:
-        known = client.read_automations_by_name(_RESUMES.format(trained))
+        try:
+            known = client.read_automations_by_name(_RESUMES.format(trained))
+        except httpx.HTTPStatusError as exc:
+            if not is_key_refused(exc):
+                raise
+            warnings.warn(
+                f"restarts that an earlier call with max_restarts has asked for may go on: Prefect refuses to tell whether "
+                f"there is an automation {_RESUMES.format(trained)!r} ({exc})",
+                stacklevel=3,
+            )
+            return
         ended = [it for it in known if is_served or it.description.endswith(MADE_BY_DEPLOY)]
         for automation in ended:
             client.delete_automation(automation.id)

@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID, uuid4
 
+import httpx
 import psutil
 import pytest
 from forked_programs import Popen
 from prefect import Task, flow, task
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
@@ -27,7 +28,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterName,
 )
 from prefect.events import Event
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelled, Cancelling, Completed, Crashed, Failed, Pending, Running, Scheduled
@@ -512,6 +513,18 @@ def test_a_deployment_without_max_restarts_is_restarted_no_more_unless_by_a_call
     monkeypatch.setattr("prefect.serve", lambda *_: None)
     serve(make_deployment("unwatched", "my_training:train_fn"))
     assert watched() == 0
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_key_that_may_not_see_automations_deploys_without_restarts(client, monkeypatch):
+    def refuses(_, name):
+        answer = httpx.Response(403, request=httpx.Request("POST", "http://127.0.0.1/api/automations/filter"))
+        raise PrefectHTTPStatusError("Forbidden", request=answer.request, response=answer)
+
+    monkeypatch.setattr(SyncPrefectClient, "read_automations_by_name", refuses)
+    with pytest.warns(UserWarning, match=r"may go on: Prefect refuses to tell .* 'Resume train/unseen' \(Forbidden\)"):
+        deployment_id = deploy("unseen", "my_training:train_fn", run=RunConfig(storage="/store"), work_pool="pool")
+    assert client.read_deployment(deployment_id).name == "unseen"
 
 
 @pytest.mark.usefixtures("trained")
