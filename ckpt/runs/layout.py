@@ -26,7 +26,8 @@
 <run>/quarantine/<id>.json           a damaged checkpoint's manifest, and the reason; its data stay where they are
 <run>/index/<count>-<token>.json     contents of `count` manifests, for fast reading; may be missing without harm
 <run>/deletions/<token>.json         the ids of a pending deletion; exists for a moment
-<run>/deletions/pin.<token>.json     no mark: proves to a pin that a listing of marks is real; exists for a moment
+<run>/deletions/pin.<token>.json     no mark: proves to a pin that a listing of marks is real, or to a copy that
+                                     its target is another storage; exists for a moment
 <run>/.tmp-000000000000000<number>   no objects: space that is given up for a claim or a mark once a local disk is full
 <run>/synced.json                    only where a tool copies the run to: its directory exists there before the first download
 """

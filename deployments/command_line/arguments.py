@@ -8,7 +8,7 @@ import click
 from prefect_torch.ckpt import Storage, StorageError
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
-from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, StorageSpec
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
 
 storage_argument = click.argument("storage", metavar="STORAGE")
@@ -41,20 +41,9 @@ def open_named_storage(text: str) -> Storage:
         StorageError: If its block cannot be loaded.
 
     """
-    return open_storage(replace(parse_named_storage(text), retry=INTERACTIVE_RETRY_POLICY))
-
-
-def parse_named_storage(text: str) -> StorageSpec:
-    """Return the specification of the storage that `text` names.
-
-    Raises:
-        ValueError: If it names none.
-        StorageError: If its block cannot be loaded.
-
-    """
     try:
         with _longer_startup_for_blocks(text):
-            return parse_storage(text)
+            spec = parse_storage(text)
     except ValueError:
         raise
     except Exception as exc:
@@ -62,6 +51,7 @@ def parse_named_storage(text: str) -> StorageSpec:
             raise
         why = str(exc).rstrip(".")
         raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc
+    return open_storage(replace(spec, retry=INTERACTIVE_RETRY_POLICY))
 
 
 def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:

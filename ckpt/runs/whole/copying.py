@@ -9,8 +9,9 @@ of the same attempt is there. So an object beside the manifests, `Layout.incomin
 It is put first and removed last. A collection lists data before manifests, so it sees either this mark or the manifest.
 """
 
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,7 +75,10 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
 def check_same_run(source: Run, target: Storage) -> None:
     """Raise if the target has another run of that name, or its copy was trained; what an interrupted copy has left is the same.
 
+    Costs a put, a request and a deletion if the target has the run.
+
     Raises:
+        ValueError: If the target is the storage of the run itself, however it is spelled.
         FileExistsError: If the target has another run, or the copy has attempts of its own: those of the source would fence
             them, and have the same numbers.
 
@@ -84,7 +88,22 @@ def check_same_run(source: Run, target: Storage) -> None:
     has_any = next(there.storage.list(f"{source.name}/"), None) is not None
     if has_any and (known is None or known != source.get_json(source.layout.run_info)):
         raise FileExistsError(f"{there.path} is another run: give another storage, or delete it first")
+    if has_any:
+        _check_two_places(source, there)
     _check_not_trained(source.layout, claim_keys(source), target)
+
+
+def _check_two_places(source: Run, target: Run) -> None:
+    """Raise if what is put into the target is in the source: one server has several names, and one directory several mounts."""
+    mark = target.layout.deletions_witness(secrets.token_hex(8))
+    target.put_json(mark, {"checkpoints": []})  # older versions take it for a mark of a deletion, of no checkpoint
+    try:
+        is_one_place = find_size(source.storage, mark) is not None
+    finally:
+        with suppress(StorageError, OSError):  # garbage collection removes it as it does the mark of a killed process
+            target.storage.delete([mark])
+    if is_one_place:
+        raise ValueError(f"{target.storage.url} is the storage of the run itself: give another one")
 
 
 def _check_not_trained(layout: Layout, claims: Collection[str], target: Storage) -> None:

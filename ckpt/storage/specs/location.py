@@ -70,15 +70,21 @@ def canonical(location: str) -> str:
 
 
 def is_one_place(one: StorageSpec, other: StorageSpec) -> bool:
-    """Return whether two specifications name one location: buckets of one name, on two servers or of two accounts, are two."""
-    return canonical(one.url) == canonical(other.url) and _server_of(one) == _server_of(other)
+    """Return whether two specifications name one location: buckets of one name are two if each names another server or account.
+
+    One that names no server leaves it to the environment or a profile, and may mean that of the other.
+    """
+    if canonical(one.url) != canonical(other.url):
+        return False
+    here, there = _server_of(one), _server_of(other)
+    return all(here[name] == there[name] for name in here.keys() & there.keys())
 
 
 def _server_of(spec: StorageSpec) -> dict[str, str]:
     named = {found[1]: value.rstrip("/") for name, value in spec.options.items() if (found := _SERVER.fullmatch(name.lower()))}
     if canonical(spec.url).startswith("s3://") and not named.get("endpoint"):
         named["endpoint"] = next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), "").rstrip("/")
-    return named
+    return {name: value for name, value in named.items() if value}
 
 
 def refuse_password(text: str) -> None:

@@ -7,13 +7,11 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.whole.copying import check_same_run, copy_planned, plan_copy
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
-from prefect_torch.ckpt.storage.specs.location import canonical, is_one_place
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
     open_named_storage,
     order_option,
-    parse_named_storage,
     refuse_checkpoint_as_place,
     run_argument,
     storage_argument,
@@ -53,8 +51,6 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
         for each in (store, *trials):
             check_not_live(each, "copy", has_ended=ended)
     target = open_named_storage(place)
-    if canonical(target.url) == canonical(store.storage.url) and is_one_place(*map(parse_named_storage, (storage, place))):
-        raise ValueError(f"{target.url} is the storage of the run itself: give another one")
     for each in (store, *trials):
         check_same_run(each, target)
     left_out: list[str] = []

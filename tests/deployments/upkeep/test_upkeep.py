@@ -241,20 +241,39 @@ def test_a_copy_refuses_another_run_of_that_name_and_its_own_storage(local, comm
         assert (code, "is the storage of the run itself" in err) == (1, True)
 
 
+def saved_block(name, server, bucket, endpoint):
+    credentials = AwsCredentials(
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=SecretStr(server.secret_key),
+        aws_client_parameters=AwsClientParameters(endpoint_url=endpoint),
+    )
+    S3Bucket(bucket_name=bucket, credentials=credentials).save(name, overwrite=True)
+    return f"s3-bucket/{name}"
+
+
+@pytest.mark.parametrize("chosen", [[], ["latest"]])
+def test_a_copy_refuses_its_own_storage_by_another_name_of_the_server(command, tmp_path, moto, prefect_server, chosen):
+    """Else it would delete the source's damaged file, as one that was copied badly."""
+    bucket = moto.new_bucket()
+    source = saved_block("copied-from", moto, bucket, moto.endpoint)
+    port = moto.endpoint.rpartition(":")[2]
+    itself = saved_block("copied-from-localhost", moto, bucket, f"http://localhost:{port}")
+    store = store_run(source, tmp_path / "scratch")
+    store.storage.put_bytes(store.layout.data(store.latest().id, "model"), b"damaged")
+    before = contents(source)
+    assert moto.endpoint != f"http://localhost:{port}"
+    for target in (source, itself):
+        code, _, err = command("copy", source, "run", *chosen, target)
+        assert (code, "is the storage of the run itself" in err) == (1, True)
+        assert contents(source) == before
+
+
 def test_a_run_is_copied_to_a_bucket_of_the_same_name_on_another_server(command, tmp_path, moto, rclone, prefect_server):
     bucket = moto.new_bucket()
     rclone.client().create_bucket(Bucket=bucket)
-    for server, name in ((moto, "copied-from"), (rclone, "copied-to")):
-        credentials = AwsCredentials(
-            aws_access_key_id=server.access_key,
-            aws_secret_access_key=SecretStr(server.secret_key),
-            aws_client_parameters=AwsClientParameters(endpoint_url=server.endpoint),
-        )
-        S3Bucket(bucket_name=bucket, credentials=credentials).save(name, overwrite=True)
-    source, other = (f"s3-bucket/{name}" for name in ("copied-from", "copied-to"))
+    source = saved_block("copied-from", moto, bucket, moto.endpoint)
+    other = saved_block("copied-to", rclone, bucket, rclone.endpoint)
     store_run(source, tmp_path / "scratch")
-    code, _, err = command("copy", source, "run", source)
-    assert (code, "is the storage of the run itself" in err) == (1, True)
     assert command("copy", source, "run", other)[0] == 0
     assert command("verify", other, "run")[0] == 0
     assert len(CheckpointStore.open(other, "run").list()) == 3
