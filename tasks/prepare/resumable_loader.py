@@ -10,7 +10,7 @@ yielded to the training's loop. There are two kinds, because only data with a kn
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class ResumableDataLoader(PreparedDataLoader):
 
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
       no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
+    - An iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
+      began. A state taken in between is behind that batch.
     - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
       that is resumed from it has no batch.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
@@ -77,7 +79,10 @@ class ResumableDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and not all of its samples are used yet.
 
         """
+        iteration: _Iteration = vars(self)["_iteration"]
         super().set_epoch(epoch)
+        if iteration.is_look and epoch == iteration.begun.epoch:
+            self._sampler().start = iteration.begun.used
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
     def state_dict(self) -> dict[str, int]:
@@ -104,7 +109,11 @@ class ResumableDataLoader(PreparedDataLoader):
         return (*super()._beginning(), self._sampler().start)
 
     def _begin_epoch(self) -> None:
-        if self._sampler().start:  # a restored epoch, also if an iteration over it took nothing
+        sampler, iteration = self._sampler(), vars(self)["_iteration"]
+        if iteration.is_look and sampler.epoch == iteration.begun.epoch:
+            sampler.start = iteration.begun.used
+            vars(self)["_begun_epoch"] = None
+        if sampler.start:  # a restored epoch, also if an iteration over it took nothing
             vars(self)["_begun_epoch"] = None
         super()._begin_epoch()
 
@@ -125,6 +134,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
 
+    An iteration that is left after its first batch is a look at a batch: the next one begins where it began.
+
     A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
     behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
 
@@ -136,7 +147,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_at=_Place(), _restored=None)
+        vars(self).update(_at=_Place(), _restored=None, _begun=(_Place(), None))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
@@ -158,6 +169,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and some of its batches are used.
 
         """
+        if self._is_look() and vars(self)["_begun"][1] is not None and epoch == self._place().epoch:
+            self._begin_again()
         place, is_restored = self._place(), vars(self)["_restored"] is not None
         if is_restored and place.used and epoch != place.epoch:
             raise ValueError(restored_within(place.epoch, epoch))
@@ -181,16 +194,33 @@ class OwnPositionDataLoader(PreparedDataLoader):
         vars(self).update(_at=_Place.of(state_dict), _restored=own)
 
     def _begin_epoch(self) -> None:
+        sampler = distributed_sampler(self)
+        if self._is_look() and (sampler is None or sampler.epoch == self._place().epoch):
+            self._begin_again()
         super()._begin_epoch()
-        place, sampler = self._place(), distributed_sampler(self)
+        place, restored = self._place(), vars(self)["_restored"]
         epoch = place.epoch + place.is_begun if sampler is None else int(sampler.epoch)
         self._set_epoch_of_parts(epoch)  # in each epoch: a resumed training sets it, too
         if sampler is not None:
             sampler.epoch = vars(self)["_begun_epoch"]  # so that it counts on
-        if vars(self)["_restored"] is not None:
+        if restored is not None:
             with generators_kept():  # data without random access are read up to the position again, with draws
-                self._restart(vars(self)["_restored"], place)
-        vars(self).update(_at=_Place(epoch, 0 if place.is_begun else place.used, is_begun=True), _restored=None)
+                self._restart(restored, place)
+        begun = _Place(epoch, 0 if place.is_begun else place.used, is_left=place.is_left)
+        vars(self).update(_at=replace(begun, is_left=False, is_begun=True), _restored=None, _begun=(begun, restored))
+
+    def _is_look(self) -> bool:
+        """Return whether at most one batch was taken of the newest iteration, as for its shape, and its epoch has not ended."""
+        return self._place().is_begun and self._place().used - vars(self)["_begun"][0].used <= 1
+
+    def _begin_again(self) -> None:
+        """Let the next iteration start where the newest one did."""
+        place, restored = vars(self)["_begun"]
+        if restored is not None:
+            loader: Any = self._wrapped()
+            loader.load_state_dict(restored)
+        vars(self).update(_at=place, _restored=restored, _begun_epoch=None)
+        vars(self)["_iterations"] -= 1
 
     def _restart(self, restored: Any, place: "_Place") -> None:
         if place.is_left:  # as in the training before: this iteration was begun, and another one comes next
@@ -283,7 +313,13 @@ class _Iteration:
     def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
-        self.position = Position(int(sampler.epoch), sampler.start)
+        self._num_batches = 0
+        self.begun = self.position = Position(int(sampler.epoch), sampler.start)
+
+    @property
+    def is_look(self) -> bool:
+        """Whether one batch was taken, as for its shape, and the epoch has not ended."""
+        return self._num_batches == 1 and self.position.epoch == self.begun.epoch
 
     def has_batch(self) -> bool:
         """Return whether a batch is left of this epoch."""
@@ -291,12 +327,12 @@ class _Iteration:
 
     def followed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield `batches`, each of them used from the moment it is yielded."""
-        begun = self.position
         try:
-            for number, batch in enumerate(batches, 1):
-                if number == 1:  # not later: another position may be restored meanwhile
+            for batch in batches:
+                self._num_batches += 1
+                if self._num_batches == 1:  # not later: another position may be restored meanwhile
                     self._sampler.start = 0
-                self.position = self._sampler.after(begun, number * self._batch_size)
+                self.position = self._sampler.after(self.begun, self._num_batches * self._batch_size)
                 yield batch
         except GeneratorExit:  # zip() exhausts only its shortest argument
             if not self.has_batch():

@@ -211,6 +211,50 @@ def test_a_loop_that_leaves_an_epoch_early_goes_on_with_the_next_one(kind):
 
 
 @KINDS
+def test_a_look_at_one_batch_begins_no_epoch(kind):
+    loader, states, epochs = kind(), [], []
+    for _ in range(2):
+        next(iter(loader))
+    for epoch in range(loader.epoch, 3):
+        epochs.append(rest_of(loader))
+        states.append(loader.state_dict())
+        assert loader.epoch == epoch + 1
+    assert len(epochs) == 3
+    resumed = kind()
+    resumed.load_state_dict(states[0])
+    next(iter(resumed))
+    assert [(epoch, rest_of(resumed)) for epoch in range(resumed.epoch, 3)] == [(1, epochs[1]), (2, epochs[2])]
+
+
+@KINDS
+@pytest.mark.parametrize("sets_epoch", [False, True])
+@pytest.mark.parametrize("num_looks", [1, 2])
+def test_a_look_at_one_batch_of_a_restored_epoch_takes_nothing_from_its_rest(kind, sets_epoch, num_looks):
+    undisturbed, loader, resumed = kind(), kind(), kind()
+    epochs = [rest_of(undisturbed) for _ in range(3)]
+    rest_of(loader)
+    used = take(loader, 3)
+    resumed.load_state_dict(loader.state_dict())
+    for _ in range(num_looks):
+        next(iter(resumed))
+    rests = []
+    for epoch in range(resumed.epoch, 3):
+        if sets_epoch:
+            resumed.set_epoch(epoch)
+        rests.append(rest_of(resumed))
+        assert resumed.epoch == epoch + 1
+    assert [used + rests[0], *rests[1:]] == epochs[1:]
+
+
+@KINDS
+def test_a_loop_that_is_left_after_its_first_batch_has_used_that_batch(kind):
+    loader, resumed = kind(), kind()
+    used = take(loader, 1)
+    resumed.load_state_dict(loader.state_dict())
+    assert sorted(used + rest_of(resumed)) == list(range(24))
+
+
+@KINDS
 def test_a_position_that_is_restored_within_a_loop_is_where_the_next_loop_begins(kind):
     loader = kind()
     states = [loader.state_dict() for _ in loader]
@@ -238,7 +282,7 @@ def test_a_restored_epoch_that_was_broken_off_is_followed_by_a_whole_one():
     resumed = loader_of()
     resumed.load_state_dict(loader.state_dict())
     resumed.set_epoch(0)
-    assert len(take(resumed, 1)) == 2
+    assert len(take(resumed, 2)) == 4
     assert sorted(rest_of(resumed)) == list(range(24))
     for _ in range(2):
         resumed.load_state_dict(loader_of().state_dict())
