@@ -2,11 +2,13 @@
 
 On a filesystem that other machines may see, inodes and device numbers prove nothing: FUSE numbers the files of each mount
 anew. There, the first rank leaves a token in the directory, and the others find it. The name differs from report to report,
-so that a rank that is slow to remove a token does not remove that of the next report.
+also to a repeated one and to that of a restart: a rank that is slow to remove a token does not remove that of the next report,
+and what a killed rank has left is not read again.
 """
 
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.mounts import is_local
@@ -17,10 +19,14 @@ from .folder import IDENTITY_PREFIX
 _LONGEST_WRITE_S = 10.0
 
 
-def identity_of(directory: Path, step: int) -> str:
-    """Return the identity of a directory, equal on ranks of any machine that report it at `step`, and whatever its path is.
+def identity_of(directory: Path, report: str) -> str:
+    """Return the identity of a directory, equal on ranks of any machine in one `report` of it, and whatever its path is.
 
     Costs a stat; on a filesystem that other machines may see, a small file, too, which `forget_identity` removes.
+
+    Args:
+        directory: The directory.
+        report: A name of the report, equal on all ranks and of no other report.
 
     Raises:
         OSError: If the directory is gone, or nothing can be written to it.
@@ -30,22 +36,29 @@ def identity_of(directory: Path, step: int) -> str:
     if is_local(directory):
         status = directory.stat()
         return f"{kernel_id()} {status.st_dev} {status.st_ino}"
-    token, file = secrets.token_hex(16), _token_file(directory, step)
+    token, file = secrets.token_hex(16), _token_file(directory, report)
     try:
         with file.open("x") as created:  # atomic on NFS, too
-            created.write(token)
+            try:
+                created.write(token)
+                created.close()  # here a full filesystem may raise
+            except BaseException:
+                file.unlink(missing_ok=True)
+                raise
     except FileExistsError:
         return _read_token(file)
     return token
 
 
-def forget_identity(directory: Path, step: int) -> None:
-    """Remove what `identity_of` left in a directory, once all ranks know its identity."""
-    _token_file(directory, step).unlink(missing_ok=True)
+def forget_identity(directory: Path, report: str) -> None:
+    """Remove what `identity_of` left in a directory, once all ranks know its identity, or the report has failed."""
+    with suppress(OSError):  # another rank has removed it, or the user the directory
+        if not is_local(directory):
+            _token_file(directory, report).unlink()
 
 
-def _token_file(directory: Path, step: int) -> Path:
-    return directory / f"{IDENTITY_PREFIX}{step}"
+def _token_file(directory: Path, report: str) -> Path:
+    return directory / f"{IDENTITY_PREFIX}{report}"
 
 
 def _read_token(file: Path) -> str:

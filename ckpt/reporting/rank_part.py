@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt.errors import CommitFailedError, FencedError, StorageError, StorageFullError
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
-from prefect_torch.ckpt.files.shared_directory import forget_identity
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.manifest import FileEntry, attempt_of
@@ -102,8 +101,6 @@ def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: i
             state = report.snapshot.stage(agreement.state, writes)
         if directory is not None and agreement.is_background:
             is_adopted = rank in agreement.sharing  # by another rank, except for files that only this one has listed
-            if not is_adopted:
-                forget_identity(directory, report.step)
             own = [path for path in report.files if not is_adopted or agreement.owners.get(path, rank) == rank]
             taken = _adopt(report, directory, own)
             is_copied = bool(own) and os.path.lexists(directory / own[0])  # as the targets of links are

@@ -18,7 +18,7 @@ from prefect_torch.ckpt.files.folder import (
     read_metadata,
     scan_files,
 )
-from prefect_torch.ckpt.files.shared_directory import identity_of
+from prefect_torch.ckpt.files.shared_directory import forget_identity, identity_of
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.manifest import MAX_STEP
 from prefect_torch.ckpt.runs.metrics import Metrics, check_score, clean_metrics
@@ -83,15 +83,22 @@ class Report:
     snapshot: "StateSnapshot | None" = None
     awaits_commits: bool = False
 
-    def intent(self, rank: int, num_requests: int, *, asks_leader: bool = False) -> Intent:
-        """Return the description of the report for rank 0; the caller must send it.
+    def intent(self, rank: int, num_requests: int, *, among: str | None = None, asks_leader: bool = False) -> Intent:
+        """Return the description of the report for rank 0; the caller must send it, and call `forget_identity` afterwards.
+
+        Args:
+            rank: This rank.
+            num_requests: The number of this rank's checkpoint requests.
+            among: The round's name, by which ranks find out whether they report one directory; None for a single rank.
+            asks_leader: Whether the leader decides on this report.
 
         Raises:
             OSError: If the reported directory is gone, or cannot be written to; nothing needs to be sent then.
 
         """
-        directory = "" if self.directory is None or self.upload != "async" else identity_of(self.directory, self.step)
         state = None if self.snapshot is None else self.snapshot.describe()
+        adopted = self._adopted_directory()
+        directory = "" if adopted is None or among is None else identity_of(adopted, among)  # last: no error follows it
         return Intent(
             rank,
             self.step,
@@ -104,6 +111,15 @@ class Report:
             asks_leader=asks_leader,
             awaits_commits=self.awaits_commits,
         )
+
+    def forget_identity(self, among: str | None) -> None:
+        """Remove what `intent` left in the directory, once all ranks have received it, or the round has failed."""
+        adopted = self._adopted_directory()
+        if adopted is not None and among is not None:
+            forget_identity(adopted, among)
+
+    def _adopted_directory(self) -> Path | None:
+        return self.directory if self.upload == "async" else None
 
     def stage_early(self) -> None:
         """Stage the state while the ranks agree, as the plan of the previous report may still be valid."""

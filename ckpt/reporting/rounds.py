@@ -48,6 +48,11 @@ class Rounds:
         self._planner = StatePlanner()
 
     @property
+    def next_name(self) -> str:
+        """The name of the round that this rank has not begun, equal on all ranks and of no other round of the run."""
+        return f"{self._attempt}-{self.number + 1}"
+
+    @property
     def next_begun(self) -> str:
         """The topic that rank 0 sets when it begins the round that this rank has not begun."""
         return f"{_topic(self.number)}/begun"

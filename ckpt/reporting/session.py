@@ -130,11 +130,15 @@ class RankSession:
                 asks = self._decisions is not None and self._decisions.asks(
                     report.step, self._num_reports + 1, report.metrics, has_checkpoint=report.upload is not None
                 )
-                intent = report.intent(self.context.world_rank, self._requests.num_requests, asks_leader=asks)
+                among = self._rounds.next_name if self.context.world_size > 1 else None
+                intent = report.intent(self.context.world_rank, self._requests.num_requests, among=among, asks_leader=asks)
             except Exception as exc:
                 self._rounds.abstain(exc, self._last_step)
                 raise
-            agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
+            try:
+                agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
+            finally:
+                report.forget_identity(among)
             if self._node_copy is not None:
                 self._node_copy.release()  # every rank has restored the checkpoint by now
             staged = stage(report, agreement, self._rounds.writes, self.context.world_rank)

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -318,11 +319,70 @@ def test_machines_may_report_one_shared_directory_asynchronously(store, tmp_path
 def test_a_token_by_which_ranks_know_a_directory_is_no_file_of_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
     folder(tmp_path, m="x")
-    assert shared_directory.identity_of(tmp_path, 5) == shared_directory.identity_of(tmp_path, 5)
+    assert shared_directory.identity_of(tmp_path, "5") == shared_directory.identity_of(tmp_path, "5")
     assert len(list(tmp_path.iterdir())) == 2
     assert scan_files(tmp_path) == ["m"]
-    shared_directory.forget_identity(tmp_path, 5)
+    shared_directory.forget_identity(tmp_path, "5")
     assert list(tmp_path.iterdir()) == [tmp_path / "m"]
+
+
+@pytest.mark.parametrize("differing", [{"step": [5, 6]}, {"upload": ["sync", "async"]}])
+def test_a_report_on_which_ranks_do_not_agree_leaves_no_token(store, tmp_path, monkeypatch, differing):
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    shared = folder(tmp_path / "shared", m="x")
+    begin = threading.Barrier(2)
+
+    def train(session, rank):
+        begin.wait()
+        session.report({}, shared, **{"upload": "async"} | {name: values[rank] for name, values in differing.items()})
+
+    assert [type(error) for error in Attempt(store, 2).run(train)] == [ReportMismatchError] * 2
+    assert list((tmp_path / "shared").iterdir()) == [tmp_path / "shared" / "m"]
+
+
+def test_what_a_killed_rank_has_left_of_a_token_does_not_stop_the_next_attempt(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    monkeypatch.setattr(shared_directory, "_LONGEST_WRITE_S", 0.1)
+    shared = folder(tmp_path / "shared", m="x")
+    begin = threading.Barrier(2)
+
+    def is_killed(session, rank):
+        begin.wait()
+        session.report({}, shared, upload="async", step=5 + rank)
+
+    def train(session, rank):
+        begin.wait()
+        session.report({}, shared, upload="async", step=5)
+
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "unlink", lambda *_, **__: None)
+        assert [type(error) for error in Attempt(store, 2).run(is_killed)] == [ReportMismatchError] * 2
+    left = [path for path in (tmp_path / "shared").iterdir() if path.name != "m"]
+    assert left
+    for path in left:
+        os.truncate(path, 0)
+    assert Attempt(store, 2).run(train) == [None] * 2
+
+
+def test_a_token_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            shared_directory.identity_of(tmp_path, "5")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_single_rank_leaves_no_token(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    monkeypatch.setattr("prefect_torch.ckpt.reporting.rank_report.identity_of", lambda *_: pytest.fail("a token"))
+    session = Attempt(store).session()
+    session.report({}, folder(tmp_path / "c", m="x"), upload="async")
+    session.finish()
+    assert [it.step for it in store.list()] == [0]
 
 
 def test_an_async_report_compares_files_of_one_name_though_another_rank_stores_them(store, tmp_path):
@@ -868,9 +928,9 @@ def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, t
 
 
 def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_step(store, tmp_path, monkeypatch):
-    def vanishes(directory, step):
+    def vanishes(directory, report):
         shutil.rmtree(directory, ignore_errors=directory.name == "1")
-        return shared_directory.identity_of(directory, step)
+        return shared_directory.identity_of(directory, report)
 
     def train(session, rank):
         with pytest.raises((FileNotFoundError, ReportMismatchError)):
