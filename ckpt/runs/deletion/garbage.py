@@ -26,7 +26,7 @@ from .pruning import MOST_IN_A_ROW
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
-_LONGEST_COPY_S = 2 * _DAY_S  # of the checkpoints that are copied together; clocks differ by hours
+_LONGEST_COPY_S = 2 * _DAY_S  # of a file: a copy puts its marks again between files; clocks differ by hours
 _logger = logging.getLogger(__name__)
 
 
@@ -34,9 +34,9 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
     An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
-    pruned), or when a newer attempt began and the data is older than `grace_s`. It is none for two days after a copy of the
-    checkpoint to this storage began. Evaluations and their logs are deleted with the data, or after it. What cannot be deleted
-    is left to the next call, with one warning, and does not keep the rest.
+    pruned), or when a newer attempt began and the data is older than `grace_s`. It is none for two days after a copy to this
+    storage has put the checkpoint's mark, which it does every hour. Evaluations and their logs are deleted with the data, or
+    after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
 
     Args:
         run: The run.

@@ -6,10 +6,13 @@ change the run meanwhile, which the caller makes sure of.
 
 Until the manifest is there, a garbage collection in the target would take the data for abandoned ones, at once if a later step
 of the same attempt is there. So an object beside the manifests, `Layout.incoming`, marks each checkpoint that is being copied.
-It is put first and removed last. A collection lists data before manifests, so it sees either this mark or the manifest.
+It is put first, again once an hour, and removed last. A collection lists data before manifests, so it sees either this mark or
+the manifest.
 """
 
 import secrets
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,8 +29,9 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
 
-_BATCH_BYTES = 16 * 2**30  # copied in less than the two days for which a collection believes a mark
+_BATCH_BYTES = 16 * 2**30  # an interrupted copy leaves the checkpoints of one batch incomplete
 _BATCH = 256
+_RENEW_S = 3600.0  # a collection believes a mark for two days
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     _check_not_trained(plan.layout, plan.records, target)  # again: a plan may take minutes
 
     def copy_one(item: tuple[str, FileEntry]) -> int:
+        marks.renew()
         key, entry = item
         copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
         advance(entry.bytes)
@@ -152,21 +157,45 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     copied = sum(for_each(plan.aside, copy_as_is))
     layout = plan.layout
     for batch in _batches(plan.checkpoints):
-        for_each(batch, lambda it: target.put_bytes(layout.incoming(it.id), b""))
+        marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
+        marks.renew()
         copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
         for key in (key for it in batch for key in plan.attached[it.id]):
             _copy_small(key, source, target)
         for it in batch:
             _copy_small(layout.manifest(it.id), source, target)
         for_each(batch, lambda it: _check_stays(layout, it, target))
-        target.delete(layout.incoming(it.id) for it in batch)
+        marks.remove()
     for key in plan.logs:
         _copy_small(key, source, target)
     return copied
 
 
+class _IncomingMarks:
+    """The marks of the checkpoints that are being copied; used by all threads of the copy."""
+
+    def __init__(self, keys: Sequence[str], target: Storage) -> None:
+        self._keys = keys
+        self._target = target
+        self._lock = threading.Lock()
+        self._put_s: tuple[float, float] | None = None
+
+    def renew(self) -> None:
+        """Put the marks, unless that was done less than an hour ago."""
+        with self._lock:
+            now_s = time.monotonic(), time.time()  # while a machine sleeps, the monotonic clock stands still
+            if self._put_s is not None and max(now_s[0] - self._put_s[0], now_s[1] - self._put_s[1]) < _RENEW_S:
+                return
+            for_each(self._keys, lambda key: self._target.put_bytes(key, b""))
+            self._put_s = now_s
+
+    def remove(self) -> None:
+        """Remove the marks: the manifests are there."""
+        self._target.delete(self._keys)
+
+
 def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
-    """Yield checkpoints in groups that do not take days: files of several are copied concurrently."""
+    """Yield checkpoints in groups, the files of which are copied concurrently."""
     batch: list[Manifest] = []
     for it in checkpoints:
         batch.append(it)

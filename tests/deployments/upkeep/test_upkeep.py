@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
@@ -11,6 +12,7 @@ from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.runs.whole import copying
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal
@@ -163,6 +165,30 @@ def test_a_copy_looks_whether_what_a_killed_one_left_is_still_there(local, comma
     assert first.id not in there.ids()
     assert command("copy", local, "run", target)[0] == 0
     assert command("verify", target, "run")[0] == 0
+
+
+def test_a_copy_that_takes_days_renews_its_marks(local, command, tmp_path, target, monkeypatch):
+    store = store_run(local, tmp_path / "scratch")
+    assert command("copy", local, "run", "latest", target)[0] == 0
+    there = CheckpointStore.open(target, "run")
+    elapsed_s = 0.0
+
+    class Slow(WrappedStorage):
+        def put_file(self, key, path):
+            nonlocal elapsed_s
+            sent = super().put_file(key, path)
+            elapsed_s += 30 * 3600
+            for mark in (tmp_path / "target" / "run" / "manifests").glob("*.incoming"):
+                os.utime(mark, (mark.stat().st_mtime - 30 * 3600,) * 2)
+            assert collect_garbage(there) == []
+            return sent
+
+    monkeypatch.setattr(copying, "for_each", lambda items, act: [act(item) for item in items])
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + elapsed_s, time=time.time)
+    monkeypatch.setattr(copying, "time", clock)
+    copy_planned(plan_copy(store, store.list(), whole=True), store.storage, Slow(there.storage), lambda _: None)
+    assert elapsed_s == 4 * 30 * 3600
+    assert there.list() == store.list()
 
 
 def test_what_a_killed_copy_left_is_garbage_after_two_days(local, command, tmp_path, target):
