@@ -1,7 +1,12 @@
 """The order in which a run is deleted: a command that is killed can be repeated."""
 
+from pathlib import PurePath
+
+import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.whole import deletion
 from prefect_torch.ckpt.runs.whole.deletion import delete_run
 from ranks import Attempt, folder
 
@@ -32,3 +37,15 @@ def test_what_lists_a_run_goes_last(tmp_path):
     assert list(storage.list("")) == []
     claim, run_info = storage.deleted[-2:]
     assert (claim.startswith(store.layout.attempts), run_info) == (True, store.layout.run_info)
+
+
+def test_only_the_records_of_runs_are_looked_at_as_paths(monkeypatch):
+    looked = []
+    monkeypatch.setattr(deletion, "PurePath", lambda key: looked.append(key) or PurePath(key))
+    run = Run.open(MemoryStorage(), "run")
+    data = [run.layout.data("000001-00000001-abcdef01", f"file-{number}") for number in range(100)]
+    deletion.check_holds_no_other([run], [run.layout.run_info, *data, run.layout.manifest("000001-00000001-abcdef01")])
+    assert looked == []
+    with pytest.raises(ValueError, match="run/other is another run, in a storage below run 'run'"):
+        deletion.check_holds_no_other([run], [*data, "run/other/run.json"])
+    assert looked == ["run/other/run.json"]
