@@ -33,7 +33,8 @@ def prepare_data_loader(
     ranks does not divide the data, some items are used twice, so that all ranks have equally many batches. A single rank keeps
     its sampler, unless the loader is resumable. The order depends on the epoch and the seed of the loader's `generator` (that
     of rank 0; 0 without one), so call this on every rank. A resumed training calls `set_epoch(epoch)` once, before its first
-    epoch; a resumable loader does so itself.
+    epoch; where the dataset, or a sampler other than DistributedSampler, has a `set_epoch`, every training calls it before each
+    epoch. A resumable loader does so itself.
 
     With `resumable=True` the loader goes into the state: `report(..., state={"model": model, "loader": loader})` and
     `checkpoint.load_state(state)`. Then the next iteration yields the samples of the epoch that no batch had before the report:
