@@ -150,7 +150,8 @@ def _checked(leaf: Leaf) -> bytes:
     except Exception as exc:
         raise ValueError(
             f"{leaf.name!r} in the state is a {type(leaf.value).__name__} that torch.load(weights_only=True) cannot read: give "
-            "tensors, Python's own numbers and strings, containers of them, or an object with state_dict() "
+            "tensors, Python's own numbers and strings, containers of them, an object with state_dict(), or a random generator "
+            "outside of lists, tuples and the states of objects "
             f"({why_unreadable(exc)})"
         ) from exc
     return saved

@@ -125,6 +125,14 @@ def test_a_generator_in_the_state_of_an_object_is_refused(store):
     assert "'object.own' in the state is a Generator that torch.load(weights_only=True) cannot read" in str(error)
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_generators_in_a_list_are_refused_by_what_to_do(store, kind):
+    state = {"own": kind([torch.Generator(), torch.Generator()])}
+    (error,) = Attempt(store).run(lambda session, _: session.report({}, state=state))
+    assert "'own' in the state is a" in str(error)
+    assert "or a random generator outside of lists, tuples and the states of objects" in str(error)
+
+
 def test_another_generator_of_numpy_in_its_place_comes_back_too(store):
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(7))
