@@ -35,8 +35,8 @@ class ResumableDataLoader(PreparedDataLoader):
 
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
       no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
-    - An iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
-      began. A state taken in between is behind that batch.
+    - A first iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
+      began. A state taken in between is behind that batch. Later ones are followed by the next epoch, as by a plain loader.
     - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
       that is resumed from it has no batch.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
@@ -55,7 +55,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
+        vars(self).update(_iteration=_Iteration(self._sampler(), 1), _num_begun=0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
@@ -81,7 +81,7 @@ class ResumableDataLoader(PreparedDataLoader):
         """
         iteration: _Iteration = vars(self)["_iteration"]
         super().set_epoch(epoch)
-        if iteration.is_look and epoch == iteration.begun.epoch:
+        if self._was_look(epoch):
             self._sampler().start = iteration.begun.used
         vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
 
@@ -97,8 +97,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
         """
         self._sampler().restore(state_dict)
-        vars(self)["_begun_epoch"] = None
-        vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
+        vars(self).update(_begun_epoch=None, _iteration=_Iteration(self._sampler(), 1), _num_begun=0)
 
     def _may_look_ahead(self) -> bool:
         # Without workers the next batch is drawn in this process: a state must not hold its random numbers before it is used.
@@ -110,12 +109,18 @@ class ResumableDataLoader(PreparedDataLoader):
 
     def _begin_epoch(self) -> None:
         sampler, iteration = self._sampler(), vars(self)["_iteration"]
-        if iteration.is_look and sampler.epoch == iteration.begun.epoch:
+        if self._was_look(sampler.epoch):
             sampler.start = iteration.begun.used
             vars(self)["_begun_epoch"] = None
         if sampler.start:  # a restored epoch, also if an iteration over it took nothing
             vars(self)["_begun_epoch"] = None
         super()._begin_epoch()
+        vars(self)["_num_begun"] += 1
+
+    def _was_look(self, epoch: int) -> bool:
+        """Return whether the newest iteration, of `epoch`, was the first one, and was left after one batch."""
+        iteration: _Iteration = vars(self)["_iteration"]
+        return bool(vars(self)["_num_begun"] == 1) and iteration.is_look and epoch == iteration.begun.epoch
 
     def _position(self) -> Position:
         iteration: _Iteration = vars(self)["_iteration"]
@@ -134,7 +139,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
 
-    An iteration that is left after its first batch is a look at a batch: the next one begins where it began.
+    A first iteration that is left after its first batch is a look at a batch: the next one begins where it began.
 
     A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
     behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
@@ -147,7 +152,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_at=_Place(), _restored=None, _begun=(_Place(), None))
+        vars(self).update(_at=_Place(), _restored=None, _begun=(_Place(), None), _num_begun=0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
@@ -191,7 +196,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
         own = own.value if isinstance(own, RankLocal) else own
         loader.load_state_dict(own)
         super().set_epoch(state_dict["epoch"])
-        vars(self).update(_at=_Place.of(state_dict), _restored=own)
+        vars(self).update(_at=_Place.of(state_dict), _restored=own, _num_begun=0)
 
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
@@ -208,10 +213,12 @@ class OwnPositionDataLoader(PreparedDataLoader):
                 self._restart(restored, place)
         begun = _Place(epoch, 0 if place.is_begun else place.used, is_left=place.is_left)
         vars(self).update(_at=replace(begun, is_left=False, is_begun=True), _restored=None, _begun=(begun, restored))
+        vars(self)["_num_begun"] += 1  # since the loader was made, or its state was restored
 
     def _is_look(self) -> bool:
-        """Return whether at most one batch was taken of the newest iteration, as for its shape, and its epoch has not ended."""
-        return self._place().is_begun and self._place().used - vars(self)["_begun"][0].used <= 1
+        """Return whether at most one batch was taken of the first iteration, as for its shape, and its epoch has not ended."""
+        place = self._place()
+        return bool(vars(self)["_num_begun"] == 1) and place.is_begun and place.used - vars(self)["_begun"][0].used <= 1
 
     def _begin_again(self) -> None:
         """Let the next iteration start where the newest one did."""
