@@ -212,16 +212,33 @@ def test_why_checkpoints_are_listed_as_kept_is_why_a_prune_keeps_them(local, as_
     assert "in use" in listed[restored]
 
 
-def test_a_prune_reads_each_manifest_once(local, command, monkeypatch):
-    store = train(local)
-    manifests = [store.layout.manifest(checkpoint_id) for checkpoint_id in store.ids()]
-    reads, get_bytes = Counter(), LocalStorage.get_bytes
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each object was read."""
+    counted, get_bytes = Counter(), LocalStorage.get_bytes
 
     def count(self, key):
-        reads[key] += 1
+        counted[key] += 1
         return get_bytes(self, key)
 
     monkeypatch.setattr(LocalStorage, "get_bytes", count)
+    return counted
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["prune", "--dry-run"]])
+def test_the_status_of_a_run_is_read_once_for_its_policy_and_what_a_prune_keeps(local, command, reads, arguments):
+    store = train(local)
+    newest = max(store.keys(store.layout.attempts))
+    reads.clear()
+    verb, *options = arguments
+    assert command(verb, local, "run", *options)[0] == 0
+    assert reads[newest] == 1
+
+
+def test_a_prune_reads_each_manifest_once(local, command, reads):
+    store = train(local)
+    manifests = [store.layout.manifest(checkpoint_id) for checkpoint_id in store.ids()]
+    reads.clear()
     code, out, _ = command("prune", local, "run", "--keep", "1", "--metric", "loss", "--order", "min", "--yes")
     assert (code, len(list(store.ids()))) == (0, 2), out
     assert {key: reads[key] for key in manifests} == dict.fromkeys(manifests, 1)

@@ -8,6 +8,8 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Storage
 from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
+from prefect_torch.ckpt.runs.deletion.pruning import prune
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
@@ -99,7 +101,7 @@ def _list_checkpoints(store: CheckpointStore, as_json: bool) -> None:
     policy = policy_of(None if status is None else status.attempt)
     manifests = store.list()
     pinned = store.pinned()
-    kept = store.prune(policy, dry_run=True).keep
+    kept = prune(store, policy, prune_limits(store, status), dry_run=True).keep
     if as_json:
         print_json([_describe(it, kept.get(it.id, ()), it.id in pinned) for it in manifests])
     elif not manifests:

@@ -8,6 +8,8 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.deletion.limits import prune_limits
+from prefect_torch.ckpt.runs.deletion.pruning import prune as prune_run
 from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.text import show_bytes, show_count
@@ -75,7 +77,7 @@ def prune(
     status = read_status(store)
     policy = _policy(store, None if status is None else status.attempt, PruneOptions(keep, keep_last, every, metric, order))
     manifests = {manifest.id: manifest for manifest in store.list()}
-    decided = store.prune(policy, dry_run=True)
+    decided = prune_run(store, policy, prune_limits(store, status), dry_run=True)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
     if as_json:
         print_json({"dry_run": dry_run, **shown})
@@ -89,7 +91,7 @@ def prune(
     to_delete = {manifest.id for manifest in decided.drop}
     # Checkpoints committed since the question stay: they were not part of it.
     to_keep = tuple(checkpoint_id for checkpoint_id in store.ids() if checkpoint_id not in to_delete)
-    deleted = store.prune(policy, in_use=to_keep).drop
+    deleted = store.prune(policy, in_use=to_keep).drop  # by the run's status of now
     if not as_json:
         freed_bytes = sum(manifest.total_bytes for manifest in deleted)
         say(f"deleted {show_count(len(deleted), 'checkpoint')}, {show_bytes(freed_bytes)}")
