@@ -577,7 +577,7 @@ def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client,
 
 
 def test_served_flow_runs_are_restarted_after_an_outage_only_while_their_automation_is_enabled(client, monkeypatch):
-    deployment = make_deployment("switched", "my_training:train_fn", run=RunConfig(storage="/store"))
+    deployment = make_deployment("watched", "my_training:train_fn", run=RunConfig(storage="/store"))
     told, started = [], []
 
     @contextmanager
@@ -586,12 +586,12 @@ def test_served_flow_runs_are_restarted_after_an_outage_only_while_their_automat
         yield
 
     def serves(*_):
-        (automation,) = client.read_automations_by_name("Resume train/switched")
+        (automation,) = client.read_automations_by_name("Resume train/watched")
         beat(client, begin(client, deployment.apply()), age_s=700)
         for change in (client.pause_automation, client.resume_automation, client.delete_automation):
             change(automation.id)
             told[0]()
-            started.append(len(flow_runs_of(client, "resume/train-switched")))
+            started.append(len(flow_runs_of(client, "resume/train-watched")))
             beat(client, begin(client, deployment.apply()), age_s=700)
 
     monkeypatch.setattr(training, "runner_outlasts_outages", remembers)
