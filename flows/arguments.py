@@ -6,7 +6,6 @@ from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
@@ -22,7 +21,7 @@ from prefect_torch.tasks.gang.gpus import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.training.liveness import flow_run_above
+from prefect_torch.tasks.training.liveness import flow_runs_from
 
 _PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 
@@ -140,15 +139,13 @@ def restarted_by_this(run: RunConfig) -> Container[str | None]:
     if run.resume != "never" and not run.takeover:
         return ()
     with get_client(sync_client=True) as client:
-        this = outermost = client.read_flow_run(UUID(flow_run.id))
-        flow_runs, task = list[FlowRun](), TaskRunContext.get()
-        while (above := flow_run_above(client, outermost)) is not None:
-            flow_runs.append(outermost := above)
-        restarted = restarted_before(client, outermost)
-        if outermost is this:
+        this, *above = flow_runs_from(client, client.read_flow_run(UUID(flow_run.id)))
+        restarted = restarted_before(client, above[-1] if above else this)
+        if not above:
             return restarted
+        task = TaskRunContext.get()
         flows, steps = [str(this.flow_id)], list[tuple[str, int]]()
-        for it in reversed(flow_runs):
+        for it in reversed(above):
             flows.append(str(it.flow_id))
             steps.append((str(it.id), it.run_count))
             if task is not None and task.task_run.flow_run_id == it.id:

@@ -30,7 +30,7 @@ from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruptio
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
-from prefect_torch.tasks.training.liveness import flow_run_above, is_cancellation
+from prefect_torch.tasks.training.liveness import flow_runs_from, is_cancellation
 
 from .monitoring.messages import current_flow_run
 
@@ -122,7 +122,7 @@ class _Cancellation:
     def find(self) -> CancelledInPrefect | None:
         """Return the exception that terminates the flow run if it, or one above it, is cancelled, else None; one request."""
         with get_client(sync_client=True) as client:
-            self._ids = self._ids or _with_those_above(client, self._this)
+            self._ids = self._ids or [it.id for it in flow_runs_from(client, self._this)]
             found = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=self._ids)))
         self._cancelled = [it.id for it in found if is_cancellation(it.state)]
         return self._cause if self._cancelled else None
@@ -136,15 +136,6 @@ class _Cancellation:
             if termination.cause is self._cause:
                 for flow_run_id in self._cancelled:
                     atexit.register(_record_cancelled, flow_run_id)
-
-
-def _with_those_above(client: SyncPrefectClient, this: FlowRun) -> list[UUID]:
-    """Return the ids of a flow run and of those above it in its process; two requests for each."""
-    ids, above = [this.id], flow_run_above(client, this)
-    while above is not None:
-        ids.append(above.id)
-        above = flow_run_above(client, above)
-    return ids
 
 
 def _record_cancelled(flow_run_id: UUID) -> None:

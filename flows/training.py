@@ -21,6 +21,8 @@ from prefect_torch.tasks import (
     ScalingConfig,
 )
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.gpus import GpuAllocation
+from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
@@ -133,31 +135,15 @@ def train(
     shorten_logs()
     tie_embedded_server()
     with outlast_api_outages():  # also of an embedded server that dies while the page is made
-        return _train(
-            train_fn,
-            config,
-            scaling or ScalingConfig(),
-            run or RunConfig(),
-            checkpoint or CheckpointConfig(),
-            failure or FailureConfig(),
-            resume_from,
-        )
+        scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
+        gpus, machines = gpus_for(scaling), machines_for(scaling)
+        job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure, resume_from)
+        return _train(job, config, gpus, machines)
 
 
-def _train(
-    train_fn: str | Callable[..., Any],
-    config: dict[str, Any] | None,
-    scaling: ScalingConfig,
-    run: RunConfig,
-    checkpoint: CheckpointConfig,
-    failure: FailureConfig,
-    resume_from: str | Checkpoint | None,
-) -> Result:
-    scaling = with_cluster_of_runner(scaling)
-    gpus, machines = gpus_for(scaling), machines_for(scaling)
-    job = _job(train_fn, config, scaling, run, checkpoint, failure, resume_from)
+def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, machines: Machines | None) -> Result:
     _introduce(job)
-    termination = Termination(failure.grace_s)
+    termination = Termination(job.failure.grace_s)
     job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
     pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids))

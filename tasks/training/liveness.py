@@ -109,6 +109,14 @@ def flow_run_above(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
     return None if above is None else client.read_flow_run(above)
 
 
+def flow_runs_from(client: SyncPrefectClient, this: FlowRun) -> Iterator[FlowRun]:
+    """Yield a flow run, then those above it in its process, innermost first; costs two requests for each of them."""
+    found: FlowRun | None = this
+    while found is not None:
+        yield found
+        found = flow_run_above(client, found)
+
+
 def is_being_cancelled(flow_run_id: str) -> bool:
     """Return whether a flow run, or one above it in its process, is being cancelled: a worker cancels the outermost one.
 
@@ -116,12 +124,10 @@ def is_being_cancelled(flow_run_id: str) -> bool:
     """
     with impatient_client() as client:
         try:
-            this: FlowRun | None = client.read_flow_run(UUID(flow_run_id))
-            while this is not None and not is_cancellation(this.state):
-                this = flow_run_above(client, this)
+            this = client.read_flow_run(UUID(flow_run_id))
+            return any(is_cancellation(it.state) for it in flow_runs_from(client, this))
         except (*NO_ANSWER, ObjectNotFound):
             return False
-    return this is not None
 
 
 def is_cancellation(state: State[Any] | None) -> bool:

@@ -242,7 +242,7 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
 def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch, clock_that_goes_on):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
     clock = itertools.count(0, 700)  # seconds between two looks at it
-    monkeypatch.setattr(f"prefect_torch.ckpt.runs.deletion.marks.time.{clock_that_goes_on}", lambda: next(clock))
+    monkeypatch.setattr(f"time.{clock_that_goes_on}", lambda: next(clock))
     delete = type(store.storage).delete
     marks = []
 

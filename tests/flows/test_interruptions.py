@@ -52,7 +52,7 @@ from prefect_torch.flows.interruptions import cancellable, find_interruption, in
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import workers_task
-from prefect_torch.tasks.training.liveness import is_being_cancelled, is_unknown
+from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -310,7 +310,7 @@ def test_what_a_cancelled_flow_has_called_is_cancelled(client):
 
 def test_a_flow_run_of_a_deployment_goes_on_without_the_flow_that_has_started_it(client, pool):
     started = begin(client, pool).model_copy(update={"parent_task_run_id": uuid.uuid4()})
-    assert interruptions._with_those_above(client, started) == [started.id]
+    assert [it.id for it in flow_runs_from(client, started)] == [started.id]
 
 
 def test_the_state_of_a_training_that_its_timeout_ended_says_what_is_safe(client, pool):

@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.deletion.reserve import keep_space, put_despite_ful
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
 from prefect_torch.ckpt.storage.retry import with_retries
@@ -191,16 +192,16 @@ class ClaimRenewal:
 
     def __init__(self, run: Run, attempt: int) -> None:
         self._run, self._attempt = run, attempt
-        self._stored_s = time.monotonic()
+        self._since_stored = Stopwatch()
 
     @property
     def is_due(self) -> bool:
         """Whether a day has passed."""
-        return time.monotonic() - self._stored_s >= _RENEWED_AFTER_S
+        return self._since_stored.elapsed_s >= _RENEWED_AFTER_S
 
     def renew(self) -> None:
         """Store the claim, and the run's first object, as they are; log a warning if that fails, since it may do no harm."""
-        self._stored_s = time.monotonic()
+        self._since_stored = Stopwatch()
         run = self._run
         try:
             for attempt in newest_claims(run)[0]:

@@ -8,7 +8,6 @@ objects that it then lists. A listing without the witness is that of a gateway i
 """
 
 import secrets
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
@@ -48,21 +48,19 @@ class DeletionMark:
         self._run = run
         self._ids = list(ids)
         self._token: str | None = None
-        self._put_s = self._put_at_s = 0.0
+        self._since_put = Stopwatch()
 
     @property
     def is_due(self) -> bool:
         """Whether a mark must be written before anything else is deleted."""
-        # While a machine sleeps, the monotonic clock stands still.
-        since_s = max(time.monotonic() - self._put_s, time.time() - self._put_at_s)
-        return self._token is None or since_s > _RENEW_S
+        return self._token is None or self._since_put.elapsed_s > _RENEW_S
 
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
-        old, token, now_s, at_s = self._token, secrets.token_hex(8), time.monotonic(), time.time()
+        old, token, since_put = self._token, secrets.token_hex(8), Stopwatch()
         run, mark = self._run, {"checkpoints": self._ids, "marked_at": utc_now()}
         put_despite_full_disk(run, lambda: run.put_record(run.layout.deletion(token), mark))
-        self._token, self._put_s, self._put_at_s = token, now_s, at_s
+        self._token, self._since_put = token, since_put
         put_despite_full_disk(run, lambda: run.put_json(run.layout.pins_witness(token), {}))
         if old is not None:
             self._run.storage.delete(_keys(self._run, old))
@@ -109,16 +107,23 @@ def is_marked(run: Run, checkpoint_id: str) -> bool:
         StorageError: If listings of marks do not show the witness until the retries end.
 
     """
-    witness = run.layout.deletions_witness(secrets.token_hex(8))
-    run.put_json(witness, {"checkpoints": []})  # older versions take it for a mark, of no checkpoint
-    try:
+    with witnessed(run) as witness:
         listed = _list_with(run, run.layout.deletions, witness, "checkpoints that a prune deletes")
-    finally:
-        with suppress(StorageError, OSError):  # garbage collection removes it as it does the mark of a killed process
-            run.storage.delete([witness])
     now_s = next(info.modified_s for info in listed if info.key == witness)
     fresh = (info.key for info in listed if info.modified_s > now_s - STALE_S and stem(info.key) != stem(witness))
     return any(checkpoint_id in _ids_at(run, key, {checkpoint_id}) for key in fresh)
+
+
+@contextmanager
+def witnessed(run: Run) -> Iterator[str]:
+    """Yield the key of a witness, an object beside the marks of the run, removed afterwards; costs a put and a deletion."""
+    witness = run.layout.deletions_witness(secrets.token_hex(8))
+    run.put_json(witness, {"checkpoints": []})  # older versions take it for a mark, of no checkpoint
+    try:
+        yield witness
+    finally:
+        with suppress(StorageError, OSError):  # garbage collection removes it as it does the mark of a killed process
+            run.storage.delete([witness])
 
 
 def _list_with(run: Run, prefix: str, witness: str, what: str) -> list[ObjectInfo]:

@@ -10,20 +10,20 @@ It is put first, again once an hour, and removed last. A collection lists data b
 the manifest.
 """
 
-import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
+from prefect_torch.ckpt.runs.deletion.marks import witnessed
 from prefect_torch.ckpt.runs.layout import Layout, attempt_number
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
@@ -99,13 +99,8 @@ def check_same_run(source: Run, target: Storage) -> None:
 
 def _check_two_places(source: Run, target: Run) -> None:
     """Raise if what is put into the target is in the source: one server has several names, and one directory several mounts."""
-    mark = target.layout.deletions_witness(secrets.token_hex(8))
-    target.put_json(mark, {"checkpoints": []})  # older versions take it for a mark of a deletion, of no checkpoint
-    try:
-        is_one_place = find_size(source.storage, mark) is not None
-    finally:
-        with suppress(StorageError, OSError):  # garbage collection removes it as it does the mark of a killed process
-            target.storage.delete([mark])
+    with witnessed(target) as witness:
+        is_one_place = find_size(source.storage, witness) is not None
     if is_one_place:
         raise ValueError(f"{target.storage.url} is the storage of the run itself: give another one")
 
@@ -178,16 +173,16 @@ class _IncomingMarks:
         self._keys = keys
         self._target = target
         self._lock = threading.Lock()
-        self._put_s: tuple[float, float] | None = None
+        self._since_put: Stopwatch | None = None
 
     def renew(self) -> None:
         """Put the marks, unless that was done less than an hour ago."""
         with self._lock:
-            now_s = time.monotonic(), time.time()  # while a machine sleeps, the monotonic clock stands still
-            if self._put_s is not None and max(now_s[0] - self._put_s[0], now_s[1] - self._put_s[1]) < _RENEW_S:
+            since_put = Stopwatch()
+            if self._since_put is not None and self._since_put.elapsed_s < _RENEW_S:
                 return
             for_each(self._keys, lambda key: self._target.put_bytes(key, b""))
-            self._put_s = now_s
+            self._since_put = since_put
 
     def remove(self) -> None:
         """Remove the marks: the manifests are there."""

@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.whole import copying
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.machine import clocks
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal
 from prefect_torch.deployments.command_line import program
 from pydantic import SecretStr
@@ -185,7 +186,7 @@ def test_a_copy_that_takes_days_renews_its_marks(local, command, tmp_path, targe
 
     monkeypatch.setattr(copying, "for_each", lambda items, act: [act(item) for item in items])
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + elapsed_s, time=time.time)
-    monkeypatch.setattr(copying, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
     copy_planned(plan_copy(store, store.list(), whole=True), store.storage, Slow(there.storage), lambda _: None)
     assert elapsed_s == 4 * 30 * 3600
     assert there.list() == store.list()
