@@ -18,6 +18,7 @@ from commits import commit
 from forked_programs import Popen
 from owners import OWNERS
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import disable_run_logger
@@ -111,10 +112,10 @@ def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_ch
     attempts = result.best.result.attempts
     assert [record.step for record in result.best.result.history] == [0, 1, 2, 3]  # none was trained twice
     with get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name(served)
+        of_deployment = DeploymentFilter(id=DeploymentFilterId(any_=[client.read_deployment_by_name(served).id]))
 
         def runs():
-            return [it for it in client.read_flow_runs() if it.deployment_id == deployment.id]
+            return client.read_flow_runs(deployment_filter=of_deployment)
 
         wait_until(lambda: all(it.state is not None and it.state.is_final() for it in runs()), "every flow run is over")
         found = runs()
