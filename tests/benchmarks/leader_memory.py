@@ -41,9 +41,9 @@ class Prune:
     def __init__(self):
         self.schedule = None
 
-    def submit(self, *_args, up_to, **_options):
+    def submit(self, *_args, limits, **_options):
         candidates = self.schedule._candidates
-        decided = retention_schedule.plan(candidates, POLICY, up_to=up_to)
+        decided = retention_schedule.plan(candidates, POLICY, up_to=limits.up_to)
         self.plan = replace(decided, drop=tuple(SimpleNamespace(id=it.id, total_bytes=it.bytes) for it in decided.drop))
         return self
 
