@@ -17,10 +17,11 @@ from prefect.events.actions import RunDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
 from prefect.types.entrypoint import EntrypointType
+from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
-from prefect_torch.flows.arguments import show_ranks
+from prefect_torch.flows.arguments import name_checkpoint, show_ranks
 from prefect_torch.flows.calls.short_tracebacks import large_parameters_explained
 from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
@@ -45,6 +46,7 @@ def make_deployment(
     checkpoint: CheckpointConfig | None = None,
     failure: FailureConfig | None = None,
     *,
+    resume_from: str | Checkpoint | None = None,
     cron: str | None = None,
     timezone: str | None = None,
     tags: Iterable[str] = (),
@@ -60,15 +62,18 @@ def make_deployment(
         run: The run's name, its storage, and whether it resumes; without a name, each scheduled run is a fresh start.
         checkpoint: The retention policy.
         failure: The budgets for restarts.
+        resume_from: The initial checkpoint, of another run: its path or URL, or "run/id" in the same storage.
         cron: The schedule, as in crontab(5); no schedule if None.
         timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If the storage is an unsaved block, or the function is not at the top level of a module or a file.
+        ValueError: If the storage is an unsaved block, the function is not at the top level of a module or a file, or
+            `resume_from` is no committed checkpoint.
 
     """
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
+    begins_from = {} if resume_from is None else {"resume_from": name_checkpoint(resume_from)}
     function, ranks = reference_to(train_fn), show_ranks(scaling or ScalingConfig())
     deployment = train.to_deployment(
         name=name,
@@ -76,6 +81,7 @@ def make_deployment(
         parameters={
             "train_fn": function,
             **{key: _as_json(value) for key, value in given.items() if value is not None},
+            **begins_from,
         },
         schedule=None if cron is None else Cron(cron, timezone=timezone),
         tags=list(tags),
@@ -94,6 +100,7 @@ def deploy(
     failure: FailureConfig | None = None,
     *,
     work_pool: str,
+    resume_from: str | Checkpoint | None = None,
     image: str | None = None,
     job_variables: Mapping[str, Any] | None = None,
     max_restarts: int | None = None,
@@ -118,6 +125,7 @@ def deploy(
         checkpoint: The retention policy.
         failure: The budgets for restarts within the flow run.
         work_pool: The work pool's name.
+        resume_from: The initial checkpoint, of another run: its path or URL, or "run/id" in the same storage.
         image: The image of a Docker or Kubernetes work pool's jobs, as named in the registry; nothing is built.
         job_variables: Additional variables of the work pool.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat, as by
@@ -133,7 +141,17 @@ def deploy(
     """
     pool = read_work_pool(work_pool)
     deployment = make_deployment(
-        name, train_fn, config, scaling, run, checkpoint, failure, cron=cron, timezone=timezone, tags=tags
+        name,
+        train_fn,
+        config,
+        scaling,
+        run,
+        checkpoint,
+        failure,
+        resume_from=resume_from,
+        cron=cron,
+        timezone=timezone,
+        tags=tags,
     )
     asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig(), job_variables or {})
     deployment.job_variables = {**asked_for, **(job_variables or {})}

@@ -116,6 +116,23 @@ def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> C
     """
     if isinstance(resume_from, str):
         return find_named(resume_from, storage)
+    return _committed(resume_from)
+
+
+def name_checkpoint(resume_from: str | Checkpoint) -> str:
+    """Return the text that means the same checkpoint as `resume_from` of `train`.
+
+    Raises:
+        ValueError: If `resume_from` is no committed checkpoint.
+
+    """
+    if isinstance(resume_from, str):
+        return resume_from
+    _committed(resume_from)
+    return resume_from.path
+
+
+def _committed(resume_from: Checkpoint) -> CheckpointRef:
     if resume_from.store is None or resume_from.id is None:
         raise ValueError(
             f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'{_of_others(resume_from)}"

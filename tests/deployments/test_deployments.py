@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commits import commit
 from prefect.flows import Flow
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import make_deployment
 from prefect_torch.deployments.automations import make_resumer
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, ScalingConfig, evaluate, prune, train
+from prefect_torch.flows.arguments import initial_checkpoint
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
@@ -35,6 +38,16 @@ def test_a_deployment_carries_its_parameters_as_json():
     assert deployment.parameters["run"]["storage"] == "s3://bucket/x"
     assert deployment.entrypoint == "prefect_torch.flows.training.train"
     assert deployment.schedules[0].schedule.timezone == "Europe/Berlin"
+
+
+def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
+    store = CheckpointStore.open(str(tmp_path), "base")
+    manifest = commit(store, 3)
+    for given in (f"base/{manifest.id}", store.checkpoint(manifest)):
+        deployment = make_deployment("tuned", "my_training:train_fn", resume_from=given)
+        assert initial_checkpoint(deployment.parameters["resume_from"], StorageSpec(str(tmp_path))).id == manifest.id
+    with pytest.raises(ValueError, match="give a committed checkpoint, its path or URL, or 'run/id'"):
+        make_deployment("tuned", "my_training:train_fn", resume_from=Checkpoint.from_directory(tmp_path))
 
 
 def test_the_run_form_shows_every_parameter_with_its_description():
