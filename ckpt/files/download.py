@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from prefect_torch.ckpt.errors import CheckpointError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing, verify
@@ -225,6 +225,15 @@ class NodeCopy:
     def release(self) -> None:
         """Release the files, which are deleted once no other process on this node reads them; do nothing if there are none."""
         self._kept.close()
+
+
+@contextmanager
+def despite_damaged_copy() -> Iterator[None]:
+    """Log that files which this node has downloaded are damaged or gone, and end the body, which returns if they are whole."""
+    try:
+        yield
+    except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
+        _logger.warning("%s; reading it from where it was committed", exc)
 
 
 def _can_keep(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> bool:

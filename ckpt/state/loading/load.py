@@ -1,6 +1,5 @@
 """The load of a stored state: where its files are, its index, and the load into live objects."""
 
-import logging
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
-from prefect_torch.ckpt.files.download import NodeCopy, found_files, in_place
+from prefect_torch.ckpt.files.download import NodeCopy, despite_damaged_copy, found_files, in_place
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.expected_size import prepare_for_loaded
@@ -27,7 +26,6 @@ from .restore import plan_restore
 from .shared_reads import SharedReads
 
 Source: TypeAlias = Path | tuple[Run, Manifest]  # a plain directory, or a committed checkpoint
-_logger = logging.getLogger(__name__)
 
 
 def load_state(
@@ -50,14 +48,10 @@ def load_state(
         copy: Keeps the downloads for the node's other ranks; None if this rank is alone.
 
     """
-    with _opened_copy(source) as reader:
+    with _opened_copy(source) as reader, despite_damaged_copy():
         if reader is not None:
-            try:
-                _load(reader, state, rank_and_size, redistribute)
-            except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
-                _logger.warning("%s; reading it from where it was committed", exc)
-            else:
-                return
+            _load(reader, state, rank_and_size, redistribute)
+            return
     with opened(source) as reader:
         shared = None if copy is None or isinstance(source, Path) else SharedReads(*source, reader, copy)
         _load(reader, state, rank_and_size, redistribute, shared)

@@ -1,13 +1,11 @@
 """The reads that the ranks of a node have in common: one of them downloads a file from the bucket, the others find it."""
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
-from prefect_torch.ckpt.files.download import NodeCopy
+from prefect_torch.ckpt.files.download import NodeCopy, despite_damaged_copy
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -16,7 +14,6 @@ from .read import Block, StateReader
 
 T = TypeVar("T")
 _LEAST_SAVING = 1.5  # times a file's size; a copy costs a write and a read of the disk that a read into place does not
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +52,10 @@ class SharedReads:
         self.reader.read([block for block in blocks if block.file not in common])
 
     def _from_node(self, paths: Collection[str], read: Callable[[StateReader], T]) -> T:
-        try:
+        with despite_damaged_copy():
             folder = self.copy.keep(self.run, self.manifest, [self.reader.files[path] for path in paths])
             if folder is not None:
                 return read(replace(self.reader, storage=LocalStorage(folder), folder="", where=str(folder)))
-        except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
-            _logger.warning("%s; reading it from where it was committed", exc)
         return read(self.reader)
 
 
