@@ -18,8 +18,9 @@ from prefect.events.actions import ActionTypes
 from prefect.exceptions import ObjectNotFound
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
-from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, WAIT_FOR_NO_MACHINE, frequency_s, silence_s
+from prefect_torch.flows.monitoring.events.heartbeats import frequency_s
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
+from prefect_torch.flows.monitoring.events.signs_of_life import LONGEST_BEGINNING_S, WAIT_FOR_NO_MACHINE, silence_s
 from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 from prefect_torch.tasks.prefect_api.outage import is_key_refused

@@ -13,9 +13,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import RunDeployment
+from prefect_torch.flows.monitoring.events.signs_of_life import last_sign
 from prefect_torch.tasks.prefect_api.paging import read_pages
-
-from .resuming import last_sign
 
 _logger = logging.getLogger(__name__)
 

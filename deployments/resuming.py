@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
@@ -16,7 +15,7 @@ from prefect.events.filters import EventFilter
 from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
-from prefect_torch.flows.monitoring.events.heartbeats import newest_heartbeat
+from prefect_torch.flows.monitoring.events.signs_of_life import last_sign
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
 from prefect_torch.flows.run_names import name_run
@@ -164,28 +163,6 @@ def _declare_dead(client: SyncPrefectClient, silent: FlowRun, silent_s: float, c
     )
     answer: OrchestrationResult[Any] = client.set_flow_run_state(silent.id, Crashed(message=message))
     return answer.state if answer.status == SetStateStatus.ACCEPT else client.read_flow_run(silent.id).state
-
-
-@dataclass(frozen=True)
-class SignOfLife:
-    """A flow run's last heartbeat, or the Pending state that a worker set when it took the flow run."""
-
-    id: UUID
-    occurred: datetime
-
-    @property
-    def age_s(self) -> float:
-        """How long ago it occurred, by the clock of the machine that sent it."""
-        return (_now() - self.occurred).total_seconds()
-
-
-def last_sign(client: SyncPrefectClient, flow_run: FlowRun) -> SignOfLife | None:
-    """Return the last sign of life of a Pending or Running flow run, or None if there was none."""
-    state = flow_run.state
-    if state is not None and state.is_pending():
-        return SignOfLife(state.id, state.timestamp)
-    newest = newest_heartbeat(client, flow_run.id)
-    return None if newest is None else SignOfLife(newest.id, newest.occurred)
 
 
 def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:

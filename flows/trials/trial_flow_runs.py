@@ -15,7 +15,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.flows.monitoring.events.heartbeats import LONGEST_BEGINNING_S, begins_at_once, newest_heartbeat, silence_s
+from prefect_torch.flows.monitoring.events.signs_of_life import LONGEST_BEGINNING_S, begins_at_once, last_sign, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.tasks.prefect_api.paging import read_pages
@@ -131,13 +131,13 @@ class _Silence:
         if now_s < self._looked_s.get(flow_run.id, -_LOOK_FOR_HEARTBEAT_S) + _LOOK_FOR_HEARTBEAT_S:
             return False
         self._looked_s[flow_run.id] = now_s
-        heartbeat = newest_heartbeat(client, flow_run.id) if state.is_running() else None
-        sign = state.id if heartbeat is None else heartbeat.id
+        sign = last_sign(client, flow_run)
+        newest = state.id if sign is None else sign.id
         known, since_s = self._newest.get(flow_run.id, (None, now_s))
-        if known != sign:
-            self._newest[flow_run.id] = (sign, now_s)
+        if known != newest:
+            self._newest[flow_run.id] = (newest, now_s)
             return False
-        if heartbeat is not None:
+        if state.is_running() and sign is not None:
             return now_s - since_s >= silence_s()
         may_be_dead = not has_claimed and now_s - since_s >= LONGEST_BEGINNING_S
         return may_be_dead and (not state.is_pending() or begins_at_once(client, flow_run))

@@ -4,51 +4,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from datetime import datetime, timedelta, timezone
-from uuid import UUID
 
-from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
-from prefect.events import ReceivedEvent, emit_event
-from prefect.events.filters import EventFilter
+from prefect.events import emit_event
 from prefect.settings import get_current_settings
 
 HEARTBEAT = "prefect.flow-run.heartbeat"
-MISSED_HEARTBEATS = 3
-LONGEST_BEGINNING_S = 1800.0  # from when a worker takes a flow run until it begins: slow images, pull steps that install
-WAIT_FOR_NO_MACHINE = ("process", "docker")  # work pools whose workers take a flow run only when they can begin it
 _FREQUENCY_S = 180.0  # Prefect's own default
 
 
 def frequency_s() -> float:
     """Return the seconds between two heartbeats of a flow run, as far as the settings here are also those of the flow run."""
     return float(get_current_settings().flows.heartbeat_frequency or _FREQUENCY_S)
-
-
-def silence_s() -> float:
-    """Return the seconds without a heartbeat after which a flow run counts as dead, if nobody has chosen another time."""
-    return MISSED_HEARTBEATS * frequency_s()
-
-
-def begins_at_once(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-    """Return whether who takes the flow run can begin it: not where it may have to wait for a machine, as in Kubernetes."""
-    pool = flow_run.work_pool_name
-    return pool is None or client.read_work_pool(pool).type in WAIT_FOR_NO_MACHINE
-
-
-def newest_heartbeat(client: SyncPrefectClient, flow_run_id: UUID) -> ReceivedEvent | None:
-    """Return the last heartbeat of a flow run, or None if there was none."""
-    heartbeats = EventFilter.model_validate(
-        {
-            "event": {"name": [HEARTBEAT]},
-            "resource": {"id": [f"prefect.flow-run.{flow_run_id}"]},
-            "occurred": {"until": datetime.now(timezone.utc) + timedelta(days=1)},  # another machine's clock may be ahead
-            "order": "DESC",
-        }
-    )
-    newest = client.read_events(heartbeats, limit=1).events
-    return newest[0] if newest else None
 
 
 @contextmanager

@@ -376,7 +376,7 @@ def test_many_flow_runs_are_looked_at_concurrently(api, tmp_path, monkeypatch):
         together.wait(10)
 
     monkeypatch.setattr(trial_flow_runs, "read_status", wait)
-    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", wait)
+    monkeypatch.setattr(trial_flow_runs, "last_sign", wait)
     found = {it: api.flow_run.model_copy(update={"id": it}) for it in (uuid4() for _ in range(20))}
     trials = {it: TrialRecord(number, f"many/trial-{number:04d}-0123abcd", {}, number) for number, it in enumerate(found)}
     with without_retries():
@@ -389,7 +389,7 @@ def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_pa
     clock, crashed, heartbeats = SimpleNamespace(now_s=0.0), [], []
     monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     monkeypatch.setattr(trial_flow_runs, "Backoff", lambda: SimpleNamespace(wait_s=lambda: 0.0, record=lambda: None))
-    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", lambda *_: heartbeats[-1] if heartbeats else None)
+    monkeypatch.setattr(trial_flow_runs, "last_sign", lambda *_: heartbeats[-1] if heartbeats else None)
     monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
     owner = replace(OWNERS["unknown"], flow_run_id=str(api.flow_run.id))
     claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
@@ -423,7 +423,7 @@ def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_pa
 def test_a_flow_run_whose_machine_vanished_before_its_claim_is_crashed(api, tmp_path, monkeypatch, state, pool, is_lost):
     clock, crashed, seen = SimpleNamespace(now_s=0.0), [], False
     monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    monkeypatch.setattr(trial_flow_runs, "newest_heartbeat", lambda *_: None)
+    monkeypatch.setattr(trial_flow_runs, "last_sign", lambda *_: None)
     monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
     monkeypatch.setattr(api, "read_work_pool", lambda name: SimpleNamespace(type="kubernetes"), raising=False)
     api.flow_run = api.flow_run.model_copy(update={"state": state, "work_pool_name": pool})
