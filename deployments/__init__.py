@@ -3,8 +3,9 @@
 Imports are lazy so that the command can list checkpoints in a fraction of the seconds that importing prefect takes.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from prefect_torch.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .automations import evaluate_new_best, resume_crashed
@@ -13,14 +14,14 @@ if TYPE_CHECKING:
     from .training import deploy, make_deployment, serve
 
 _MODULES = {
-    "create_work_pool": "job_templates",
-    "deploy": "training",
-    "evaluate_new_best": "automations",
-    "job_template": "job_templates",
-    "make_deployment": "training",
-    "plan_deployment": "planning",
-    "resume_crashed": "automations",
-    "serve": "training",
+    "create_work_pool": ".job_templates",
+    "deploy": ".training",
+    "evaluate_new_best": ".automations",
+    "job_template": ".job_templates",
+    "make_deployment": ".training",
+    "plan_deployment": ".planning",
+    "resume_crashed": ".automations",
+    "serve": ".training",
 }
 __all__ = [
     "create_work_pool",
@@ -33,8 +34,5 @@ __all__ = [
     "serve",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+if not TYPE_CHECKING:  # for which a name that does not exist is an error
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

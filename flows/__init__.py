@@ -5,9 +5,9 @@ flow, and a program that trains needs no other. Only the module that ties Prefec
 immediately: a flow of the user's own may start that server before it uses one of these names.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from prefect_torch.lazy_names import lazy_names
 from prefect_torch.tasks.rank.user_code.shadowing import check_is_package as _check_is_package
 
 _check_is_package("prefect")  # before the first import of prefect, which would fail less clearly, or run the user's file
@@ -128,15 +128,5 @@ __all__ = [
     "uniform",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULES[name]), name)
-    globals()[name] = found
-    return found
-
-
-def __dir__() -> list[str]:
-    """Return all names, also those that are not imported yet, so that an editor completes them."""
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # for which a name that does not exist is an error
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

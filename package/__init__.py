@@ -6,9 +6,9 @@ folder when it is used, so that a rank that takes `report` from here does not wa
 """
 
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .lazy_names import lazy_names
 from .moved_modules import MovedModules
 
 if TYPE_CHECKING:
@@ -48,38 +48,38 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FOLDERS = {
-    "Checkpoint": "ckpt",
-    "CheckpointConfig": "flows",
-    "CheckpointStorage": "ckpt.blocks",
-    "CheckpointStore": "ckpt",
-    "FailureConfig": "flows",
-    "RandomState": "ckpt",
-    "RankLocal": "ckpt",
-    "Result": "flows",
-    "RunConfig": "flows",
-    "ScalingConfig": "flows",
-    "SearchConfig": "flows",
-    "SweepResult": "flows",
-    "TorchCluster": "flows",
-    "TrainContext": "ckpt",
-    "TrainingFailedError": "flows",
-    "atrain": "flows",
-    "checkpoint_directory": "ckpt",
-    "deploy": "deployments",
-    "evaluate": "flows",
-    "get_checkpoint": "ckpt",
-    "get_context": "ckpt",
-    "get_device": "tasks",
-    "log_metrics": "ckpt",
-    "make_deployment": "deployments",
-    "plan": "flows",
-    "prepare_data_loader": "tasks",
-    "prepare_model": "tasks",
-    "prune": "flows",
-    "report": "ckpt",
-    "serve": "deployments",
-    "sweep": "flows",
-    "train": "flows",
+    "Checkpoint": ".ckpt",
+    "CheckpointConfig": ".flows",
+    "CheckpointStorage": ".ckpt.blocks",
+    "CheckpointStore": ".ckpt",
+    "FailureConfig": ".flows",
+    "RandomState": ".ckpt",
+    "RankLocal": ".ckpt",
+    "Result": ".flows",
+    "RunConfig": ".flows",
+    "ScalingConfig": ".flows",
+    "SearchConfig": ".flows",
+    "SweepResult": ".flows",
+    "TorchCluster": ".flows",
+    "TrainContext": ".ckpt",
+    "TrainingFailedError": ".flows",
+    "atrain": ".flows",
+    "checkpoint_directory": ".ckpt",
+    "deploy": ".deployments",
+    "evaluate": ".flows",
+    "get_checkpoint": ".ckpt",
+    "get_context": ".ckpt",
+    "get_device": ".tasks",
+    "log_metrics": ".ckpt",
+    "make_deployment": ".deployments",
+    "plan": ".flows",
+    "prepare_data_loader": ".tasks",
+    "prepare_model": ".tasks",
+    "prune": ".flows",
+    "report": ".ckpt",
+    "serve": ".deployments",
+    "sweep": ".flows",
+    "train": ".flows",
 }
 __all__ = [
     "Checkpoint",
@@ -118,13 +118,5 @@ __all__ = [
 
 sys.meta_path.append(MovedModules())
 
-
-def __getattr__(name: str) -> object:
-    if name not in _FOLDERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FOLDERS[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    """Return the names that are not imported yet, too: an editor completes them, and Prefect registers the block among them."""
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:  # for which a name that does not exist is an error
+    __getattr__, __dir__ = lazy_names(__name__, _FOLDERS)

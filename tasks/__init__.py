@@ -6,6 +6,8 @@ uses.
 
 from typing import TYPE_CHECKING
 
+from prefect_torch.lazy_names import lazy_names
+
 if TYPE_CHECKING:
     from prefect_torch.tasks.gang.engines.cluster_block import TorchCluster
     from prefect_torch.tasks.gang.engines.dask_cluster import DaskCluster
@@ -32,29 +34,29 @@ if TYPE_CHECKING:
     from .prune_task import prune_checkpoints
 
 _MODULES = {
-    "CheckpointConfig": "options.config",
-    "DaskCluster": "gang.engines.dask_cluster",
-    "FailureConfig": "options.config",
-    "GpusBusyError": "gang.gpus",
-    "Hosts": "gang.engines.hosts",
-    "KubernetesCluster": "gang.engines.kubernetes_cluster",
-    "NotEnoughMachinesError": "rank.errors",
-    "RankFailedError": "rank.errors",
-    "RayCluster": "gang.engines.ray_cluster",
-    "RestartsUsedUpError": "rank.errors",
-    "RunConfig": "options.config",
-    "ScalingConfig": "options.config",
-    "SlurmCluster": "gang.engines.slurm_cluster",
-    "StorageNotSeenError": "rank.errors",
-    "SyncConfig": "options.sync",
-    "TorchCluster": "gang.engines.cluster_block",
-    "evaluate_checkpoint": "evaluation_task",
-    "get_device": "prepare.device",
-    "prepare_data_loader": "prepare.data_loader",
-    "prepare_model": "prepare.model",
-    "prune_checkpoints": "prune_task",
-    "train_rank": "gang.rank_task",
-    "train_workers": "training.workers_task",
+    "CheckpointConfig": ".options.config",
+    "DaskCluster": ".gang.engines.dask_cluster",
+    "FailureConfig": ".options.config",
+    "GpusBusyError": ".gang.gpus",
+    "Hosts": ".gang.engines.hosts",
+    "KubernetesCluster": ".gang.engines.kubernetes_cluster",
+    "NotEnoughMachinesError": ".rank.errors",
+    "RankFailedError": ".rank.errors",
+    "RayCluster": ".gang.engines.ray_cluster",
+    "RestartsUsedUpError": ".rank.errors",
+    "RunConfig": ".options.config",
+    "ScalingConfig": ".options.config",
+    "SlurmCluster": ".gang.engines.slurm_cluster",
+    "StorageNotSeenError": ".rank.errors",
+    "SyncConfig": ".options.sync",
+    "TorchCluster": ".gang.engines.cluster_block",
+    "evaluate_checkpoint": ".evaluation_task",
+    "get_device": ".prepare.device",
+    "prepare_data_loader": ".prepare.data_loader",
+    "prepare_model": ".prepare.model",
+    "prune_checkpoints": ".prune_task",
+    "train_rank": ".gang.rank_task",
+    "train_workers": ".training.workers_task",
 }
 
 __all__ = [
@@ -83,10 +85,5 @@ __all__ = [
     "train_workers",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - only when an attribute is requested
-
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+if not TYPE_CHECKING:  # for which a name that does not exist is an error
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -49,7 +49,7 @@ def test_type_checkers_see_every_name_where_programs_find_it():
         )
     )
     names = {name: module for module, names in seen.items() for name in re.findall(r"\w+", names)}
-    assert names == {name: f"prefect_torch.{folder}" for name, folder in prefect_torch._FOLDERS.items()}
+    assert names == {name: f"prefect_torch{folder}" for name, folder in prefect_torch._FOLDERS.items()}
     assert sorted(names) == sorted(prefect_torch.__all__)
 
 

@@ -68,3 +68,10 @@ root: tuple[str, prefect_torch.Checkpoint, Result] = (
     prefect_torch.Checkpoint("x"),
     prefect_torch.train("my_training:train_fn", run=prefect_torch.RunConfig(name="digits")),
 )
+
+# A name that no package has is an error for a type checker, which would otherwise warn that the comment is unused.
+nowhere = (
+    prefect_torch.nosuch,  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
+    prefect_torch.flows.nosuch,  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
+    prefect_torch.tasks.nosuch,  # type: ignore[attr-defined] # pyright: ignore[reportAttributeAccessIssue]
+)
