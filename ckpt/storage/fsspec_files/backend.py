@@ -31,6 +31,7 @@ from .files import (
     read_whole,
     remove_empty,
     require_whole,
+    rmdir_spares_files,
     with_limited_waits,
 )
 
@@ -72,6 +73,7 @@ class FsspecStorage:
         given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as fsspec's open()
         self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
         self._can_replace: bool | None = None
+        self._rmdir_spares_files: bool | None = None
 
     @property
     def url(self) -> str:
@@ -183,7 +185,7 @@ class FsspecStorage:
         return size
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and the directories that become empty."""
+        """Remove objects, and the directories that become empty if `rmdir` refuses one that is not, which is tried once."""
         paths_in: dict[str, list[str]] = defaultdict(list)
         for key in keys:
             path = self._path(key)
@@ -193,7 +195,7 @@ class FsspecStorage:
                 with suppress(FileNotFoundError), self._reading(path.removeprefix(f"{self._root}/")) as fs:
                     fs.rm_file(path)
             with self._connected(folder) as fs:
-                remove_empty(fs, folder, self._root)
+                remove_empty(fs, folder, self._root, self._may_remove)
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Remove the temporary files of interrupted puts, and the directories that become empty.
@@ -236,6 +238,11 @@ class FsspecStorage:
                         fs.rm_file(path)
                 raise
         return stored
+
+    def _may_remove(self, fs: FileSystem, folder: str) -> bool:
+        if self._rmdir_spares_files is None:
+            self._rmdir_spares_files = rmdir_spares_files(fs, folder)
+        return self._rmdir_spares_files
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
         if prefix:

@@ -306,11 +306,48 @@ def find_files(fs: FileSystem, folder: str) -> dict[str, dict[str, Any]]:
     return files
 
 
-def remove_empty(fs: FileSystem, folder: str, root: str) -> None:
-    """Remove `folder` if it is empty, then its parent; never `root`."""
+def rmdir_spares_files(fs: FileSystem, folder: str) -> bool:
+    """Return whether `rmdir` refuses a directory into which another process has just put a file; costs six requests.
+
+    HDFS and WebDAV (https://www.rfc-editor.org/rfc/rfc4918#section-9.6.1) delete a directory with all that is in it. webdav4's
+    `rmdir` lists the directory first, too early to see that file: so `ls` shows nothing here.
+    """
+    inner = f"{folder}/{temporary_name()}"
+    path = f"{inner}/{temporary_name()}"
+    make_folder(fs, inner)
+    fs.pipe_file(path, b"")
+    with (
+        _showing_nothing(fs),
+        suppress(Exception),
+    ):  # each library has an exception of its own; a lost connection fails the next line
+        fs.rmdir(inner)
+    fs.invalidate_cache()
+    try:
+        fs.rm_file(path)
+    except FileNotFoundError:
+        return False
+    fs.rmdir(inner)
+    return True
+
+
+@contextmanager
+def _showing_nothing(fs: FileSystem) -> Iterator[None]:
+    own = vars(fs).get("ls")
+    fs.ls = lambda *_, **__: []
+    try:
+        yield
+    finally:
+        if own is None:
+            del fs.ls
+        else:  # an asynchronous filesystem's
+            fs.ls = own
+
+
+def remove_empty(fs: FileSystem, folder: str, root: str, may_remove: Callable[[FileSystem, str], bool]) -> None:
+    """Remove `folder` if it is empty and may be removed, then its parent; never `root`."""
     while folder.startswith(f"{root}/"):
         with suppress(OSError, NotImplementedError):  # another process stores something here again, or no directories exist
-            if not fs.ls(folder, detail=False):
+            if not fs.ls(folder, detail=False) and may_remove(fs, folder):
                 fs.rmdir(folder)
                 folder = folder.rpartition("/")[0]
                 continue

@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -25,6 +26,7 @@ import paramiko
 import pytest
 from botocore.exceptions import ClientError, CredentialRetrievalError, ReadTimeoutError, TokenRetrievalError
 from fsspec import AbstractFileSystem
+from fsspec.implementations import local as fsspec_local
 from fsspec.implementations import memory
 from obstore.exceptions import GenericError
 from obstore.store import LocalStore
@@ -544,6 +546,63 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
             list(storage.list("run/"))
         assert len(fired) == 1
         assert [info.key for info in storage.list("run/")] == ["run/a/x", "run/b/x"]
+
+
+class RecursiveRmdir(fsspec_local.LocalFileSystem):
+    """A filesystem whose rmdir deletes what is in the directory, as that of HDFS does."""
+
+    protocol = "recursive"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("recursive://"))
+
+    def rmdir(self, path):
+        shutil.rmtree(path)
+
+
+class CheckedRmdir(RecursiveRmdir):
+    """As webdav4's: rmdir looks for files first, and then deletes whatever is there by now."""
+
+    def rmdir(self, path):
+        if self.ls(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        super().rmdir(path)
+
+
+class RefusingRmdir(RecursiveRmdir):
+    def rmdir(self, path):
+        Path(path).rmdir()
+
+
+@pytest.mark.parametrize(("kind", "left"), [(RecursiveRmdir, True), (CheckedRmdir, True), (RefusingRmdir, False)])
+def test_an_empty_folder_is_removed_only_where_rmdir_would_refuse_a_full_one(tmp_path, kind, left):
+    fsspec.register_implementation("recursive", kind, clobber=True)
+    storage = FsspecStorage(f"recursive://{tmp_path}", {})
+    for _ in range(2):
+        storage.put_bytes("run/pins/a.json", b"{}")
+        storage.delete(["run/pins/a.json"])
+        assert list(tmp_path.rglob("*")) == ([tmp_path / "run", tmp_path / "run/pins"] if left else [])
+    storage.delete(["run/other/b.json"])
+    assert not (tmp_path / "run/other").exists()
+
+
+def test_what_another_process_stores_in_a_folder_that_was_just_empty_stays(tmp_path, monkeypatch):
+    """Such as a pin, while a prune removes its own witness."""
+    fsspec.register_implementation("recursive", RecursiveRmdir, clobber=True)
+    storage, stored = FsspecStorage(f"recursive://{tmp_path}", {}), []
+
+    def ls(self, path, *args, **kwargs):
+        found = super(RecursiveRmdir, self).ls(path, *args, **kwargs)
+        if path.endswith("/pins") and not found and not stored:
+            stored.append(FsspecStorage(f"recursive://{tmp_path}", {}).put_bytes("run/pins/b.json", b"{}"))
+        return found
+
+    monkeypatch.setattr(RecursiveRmdir, "ls", ls)
+    storage.put_bytes("run/pins/a.json", b"{}")
+    storage.delete(["run/pins/a.json"])
+    assert len(stored) == 1
+    assert [info.key for info in storage.list("run/")] == ["run/pins/b.json"]
 
 
 class TestSftpStorage(StorageContract, WholeWritesContract):
