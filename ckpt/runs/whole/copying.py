@@ -10,9 +10,10 @@ It is put first, again once an hour, and removed last. A collection lists data b
 the manifest.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,15 +24,22 @@ from prefect_torch.ckpt.runs.layout import Layout, attempt_number
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
-from prefect_torch.ckpt.storage.sizes import find_other_size, find_size
+from prefect_torch.ckpt.storage.retry import with_retries
+from prefect_torch.ckpt.storage.sizes import find_listed_size, find_other_size, find_size
 
 _BATCH_BYTES = 16 * 2**30  # an interrupted copy leaves the checkpoints of one batch incomplete
 _BATCH = 256
 _RENEW_S = 3600.0  # a collection believes a mark for two days
+_Sizes = Mapping[
+    str, int | None
+]  # of records in bytes, as listed, by their keys; None: it is not listed yet, and may be missing
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +48,20 @@ class CopyPlan:
 
     Attributes:
         layout: The keys of the run.
-        records: The keys of the records of the run, those that others rely on first.
+        records: The records of the run, those that others rely on first.
         aside: The data of the checkpoints in quarantine, which may be damaged, and are copied as they are.
         checkpoints: The manifests of the checkpoints, oldest first.
-        attached: The keys of the evaluations and the changed metadata of each checkpoint, by its id.
-        logs: The keys of the logs of evaluations, which count as garbage before their checkpoints are there.
+        attached: The evaluations and the changed metadata of each checkpoint, by its id.
+        logs: The logs of evaluations, which count as garbage before their checkpoints are there.
 
     """
 
     layout: Layout
-    records: Sequence[str]
+    records: _Sizes
     aside: Sequence[ObjectInfo] = ()
     checkpoints: Sequence[Manifest] = ()
-    attached: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    logs: Sequence[str] = ()
+    attached: Mapping[str, _Sizes] = field(default_factory=dict)
+    logs: _Sizes = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -69,11 +77,18 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
     layout = run.layout
     chosen = sorted(manifests, key=lambda it: it.id)
     aside = [info for it in quarantined_ids(run) for info in run.storage.list(layout.data(it))] if whole else []
-    of_sweep = [layout.sweep, layout.last_pin] if whole else []
-    records = [key for prefix in (layout.copied if whole else layout.copied_with_checkpoints) for key in run.keys(prefix)]
-    attached = {it.id: [*run.keys(layout.evaluations(it.id)), layout.metadata(it.id)] for it in chosen}
-    logs = run.keys(layout.all_evaluation_logs) if whole else []
-    return CopyPlan(layout, [layout.run_info, *of_sweep, *records], aside, chosen, attached, logs)
+    unlisted = [layout.run_info, *([layout.sweep, layout.last_pin] if whole else [])]
+    records: dict[str, int | None] = dict.fromkeys(unlisted)
+    for prefix in layout.copied if whole else layout.copied_with_checkpoints:
+        records.update(_listed(run, prefix))
+    attached = {it.id: {**_listed(run, layout.evaluations(it.id)), layout.metadata(it.id): None} for it in chosen}
+    logs = _listed(run, layout.all_evaluation_logs) if whole else {}
+    return CopyPlan(layout, records, aside, chosen, attached, logs)
+
+
+def _listed(run: Run, prefix: str) -> _Sizes:
+    """Return the records below a prefix, sorted; a name that is no key is left out, since every request for it would fail."""
+    return {info.key: info.bytes for info in sorted(run.storage.list(prefix), key=lambda it: it.key) if is_key(info.key)}
 
 
 def check_same_run(source: Run, target: Storage) -> None:
@@ -118,7 +133,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     """Copy the data that the target lacks, and all records; return the number of bytes of data that were copied.
 
     Every byte of the data is digested on its way, and compared with the manifest's digest; data that the target has already are
-    read and compared. Of those in quarantine, only the sizes are.
+    read and compared. Of those in quarantine, and of records, only the sizes are. A manifest is compared with its own digest;
+    one that is damaged is as planned in the copy, with a warning.
 
     Args:
         plan: What to copy.
@@ -129,7 +145,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     Raises:
         CheckpointCorruptError: If the source's data differ from what was committed; the manifest is not copied then.
         FileNotFoundError: If a file is gone, such as by a prune.
-        StorageError: If data were deleted in the target meanwhile; a repeated copy continues.
+        StorageError: If data were deleted in the target meanwhile, or a record arrives with another size than it is listed
+            with, until the retries end; a repeated copy continues.
         FileExistsError: If a training has begun in the target; nothing is copied then.
 
     """
@@ -147,22 +164,20 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         advance(info.bytes)
         return copied
 
-    for key in plan.records:
-        _copy_small(key, source, target)
+    _copy_records(plan.records, source, target)
     copied = sum(for_each(plan.aside, copy_as_is))
     layout = plan.layout
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
         marks.renew()
         copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
-        for key in (key for it in batch for key in plan.attached[it.id]):
-            _copy_small(key, source, target)
         for it in batch:
-            _copy_small(layout.manifest(it.id), source, target)
+            _copy_records(plan.attached[it.id], source, target)
+        for it in batch:
+            _copy_manifest(layout.manifest(it.id), it, source, target)
         for_each(batch, lambda it: _check_stays(layout, it, target))
         marks.remove()
-    for key in plan.logs:
-        _copy_small(key, source, target)
+    _copy_records(plan.logs, source, target)
     return copied
 
 
@@ -252,8 +267,35 @@ def _as_file(key: str, source: Storage) -> Iterator[Path]:
         yield folder / "file"
 
 
-def _copy_small(key: str, source: Storage, target: Storage) -> None:
+def _copy_manifest(key: str, planned: Manifest, source: Storage, target: Storage) -> None:
+    """Copy a manifest; if it is damaged, its content is that of the plan, from the index of manifests."""
+
+    def read(data: bytes) -> bytes:
+        Manifest.decode(data, f"{source.url}/{key}")
+        return data
+
     try:
-        target.put_bytes(key, source.get_bytes(key))
-    except FileNotFoundError:  # there is no metadata, it is no sweep, or a pin was removed meanwhile
-        return
+        content = read_whole(source, key, read)
+    except CheckpointCorruptError as exc:
+        _logger.warning("%s; in the copy it is as the index of manifests has it", exc)
+        content = planned.encode()
+    target.put_bytes(key, content)
+
+
+def _copy_records(sizes: _Sizes, source: Storage, target: Storage) -> None:
+    for key, size in sizes.items():
+        with suppress(FileNotFoundError):  # there is no metadata, it is no sweep, or a pin was removed meanwhile
+            target.put_bytes(key, _read_record(key, size, source))
+
+
+def _read_record(key: str, listed: int | None, source: Storage) -> bytes:
+    """Return the content of a record; a gateway's page, or a cut answer that seems complete, is not taken for it."""
+
+    def read(storage: Storage) -> bytes:
+        data = storage.get_bytes(key)
+        # Another size than the plan's may be right: the last part of a log grows.
+        if len(data) != listed and storage.local_path(key) is None and len(data) != (size := find_listed_size(storage, key)):
+            raise StorageError(f"{len(data)} bytes came of the {size} of {storage.url}/{key}")
+        return data
+
+    return with_retries(source, "reading", key, read)

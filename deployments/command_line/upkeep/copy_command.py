@@ -33,11 +33,12 @@ from .live_runs import check_not_live, ended_option
 def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, order: Any, ended: bool) -> int:
     """Copy a run, or one of its checkpoints, to another storage.
 
-    TARGET is a storage, in which the run has the same name. Every byte is verified on its way, and each manifest is copied
-    after its data: an interrupted copy leaves no incomplete checkpoint, and the same command continues it. A run that is being
-    trained is refused, unless one checkpoint ID is copied. A sweep is copied with its trials. The source stays. Costs reading
-    and writing everything once; through this machine's temporary directory, unless the source is a directory here. Exits with
-    1 if a manifest cannot be read, after all other checkpoints are copied.
+    TARGET is a storage, in which the run has the same name. Files and manifests are compared with their digests on their way,
+    other records with their sizes. Each manifest is copied after its data: an interrupted copy leaves no incomplete checkpoint,
+    and the same command continues it. A run that is being trained is refused, unless one checkpoint ID is copied. A sweep is
+    copied with its trials. The source stays. Costs reading and writing everything once; through this machine's temporary
+    directory, unless the source is a directory here. Exits with 1 if a manifest cannot be read, after all other checkpoints
+    are copied.
     """
     if len(names) not in (1, 2):
         raise click.UsageError("give TARGET, or ID and TARGET")

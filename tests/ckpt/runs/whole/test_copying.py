@@ -1,11 +1,16 @@
-"""A copy of a whole run has every record of it; what it leaves behind is listed here."""
+"""A copy of a whole run has every record of it, as it was written; what it leaves behind is listed here."""
 
 import inspect
 
+import pytest
 from memory_storage import MemoryStorage
+from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
+from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy
+from stored_runs import store_run
+from wrapped_storage import WrappedStorage
 
 WITH_THE_MANIFESTS = {"checkpoints", "manifests", "metadata"}
 LEFT_BEHIND = {
@@ -41,3 +46,74 @@ def test_a_whole_copy_leaves_nothing_behind_but_what_belongs_to_this_storage():
     there, here = ({info.key.split("/")[1] for info in storage.list("run/")} for storage in (target, source))
     assert here - there == WITH_THE_MANIFESTS | LEFT_BEHIND
     assert there
+
+
+class Gateway(WrappedStorage):
+    """Answers the first reads of each record with a page of its own and status 200."""
+
+    def __init__(self, inner, num_pages):
+        super().__init__(inner)
+        self.num_pages = num_pages
+        self.pages = {}
+
+    def get_bytes(self, key):
+        sent = self.pages.get(key, 0)
+        if sent < self.num_pages:
+            self.pages[key] = sent + 1
+            return b'{"error": "busy"}'
+        return self.inner.get_bytes(key)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A run with every kind of record."""
+    store = store_run(MemoryStorage(), tmp_path, steps=1)
+    (manifest,) = store.list()
+    store.pin(manifest.id)
+    store.put_metadata(manifest.id, {"of": "the user"})
+    store.attach_metrics(manifest.id, {"accuracy": 0.5})
+    store.storage.put_bytes(f"{store.layout.logs(1)}rank-0.0.log", b"a line")
+    store.storage.put_bytes(f"{store.layout.evaluation_logs('e', manifest.id)}rank-0.0.log", b"a line")
+    return store
+
+
+def objects(storage):
+    return {info.key: storage.get_bytes(info.key) for info in storage.list("run/")}
+
+
+@pytest.fixture
+def plan(source):
+    return plan_copy(source, source.list(), whole=True)
+
+
+def test_a_gateways_page_is_copied_as_no_record(source, plan):
+    gateway, target = Gateway(source.storage, 1), MemoryStorage()
+    copy_planned(plan, RetryingStorage(lambda: gateway, RetryPolicy(60, 0), gateway), target, lambda _: None)
+    expected = objects(source.storage)
+    expected.pop(source.layout.latest, None)  # a hint
+    assert objects(target) == expected
+    data = {source.layout.data(it.id, entry.path) for it in plan.checkpoints for entry in it.files}
+    assert set(expected) - set(gateway.pages) == data
+
+
+def test_a_record_that_never_arrives_whole_ends_the_copy(source, plan):
+    with pytest.raises(StorageError, match=r"17 bytes came of the \d+ of memory/run/run.json"):
+        copy_planned(plan, Gateway(source.storage, 10**6), target := MemoryStorage(), lambda _: None)
+    assert objects(target) == {}
+
+
+def test_a_log_that_has_grown_since_the_plan_is_copied(source, plan):
+    key = f"{source.layout.logs(1)}rank-0.0.log"
+    source.storage.put_bytes(key, b"a line\nand another")
+    copy_planned(plan, source.storage, target := MemoryStorage(), lambda _: None)
+    assert target.get_bytes(key) == b"a line\nand another"
+
+
+def test_a_manifest_that_is_damaged_is_whole_in_the_copy(source, plan, caplog):
+    """The index has its content, by which the data were compared."""
+    key = source.layout.manifest(plan.checkpoints[0].id)
+    whole = source.storage.get_bytes(key)
+    source.storage.put_bytes(key, whole.replace(b'"loss":1', b'"loss":2'))
+    copy_planned(plan, source.storage, target := MemoryStorage(), lambda _: None)
+    assert target.get_bytes(key) == whole
+    assert f"{key} does not match its own digest" in caplog.text
