@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ Copy = Callable[[str, str], object]
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 PLACEHOLDERS = ("{source}", "{target}")
 _PICKLED = "pickle:"
-_LONGEST_OUTPUT = 4000
+_LONGEST_OUTPUT = 4000  # bytes
 _logger = logging.getLogger(__name__)
 
 
@@ -123,31 +124,31 @@ def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
 
 def _run(command: list[str], timeout_s: float) -> None:
     started_s, shown = time.monotonic(), shlex.join(command)
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all of its processes can be killed
-        )
-    except OSError as exc:
-        raise ValueError(f"the command {shown} that syncs a directory cannot be started: {exc}; every node needs it") from exc
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        output = _kill(process)
-    if process.returncode == 0:
-        return
+    # A file: a pipe ends with the last process that holds it, such as a shared connection that the command has opened.
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that all of its processes can be killed
+            )
+        except OSError as exc:
+            raise ValueError(
+                f"the command {shown} that syncs a directory cannot be started: {exc}; every node needs it"
+            ) from exc
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.returncode == 0:
+            return
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _LONGEST_OUTPUT))
+        text = output.read().decode(errors="replace").strip()
     ended = f"exited with {process.returncode}" if process.returncode > 0 else f"was killed by signal {-process.returncode}"
-    text = output.decode(errors="replace").strip()[-_LONGEST_OUTPUT:]
     # Log each try that failed, since the storage's final error shows only that of the last one.
     _logger.warning("%s %s after %.1f s; its output:\n%s", shown, ended, time.monotonic() - started_s, text)
     raise StorageError(f"{command[0]} {ended} after {time.monotonic() - started_s:.1f} s: {text.rpartition(chr(10))[2]}")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> bytes:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    output, _ = process.communicate()
-    return output

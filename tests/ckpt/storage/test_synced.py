@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -154,11 +155,21 @@ def test_a_command_that_fails_once_is_tried_again(tmp_path):
 
 
 def test_a_hanging_command_is_killed_with_its_processes(tmp_path):
-    hanging = "sh -c 'sleep 1000 & echo {source} {target}; wait'"  # the sleeping one holds the pipe of the output
+    hanging = "sh -c 'sleep 1000 & echo {source} {target}; wait'"
     storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=hanging, timeout_s="0.5"))
     with pytest.raises(StorageError, match=r"killed by signal 9 after 0\.\d s: .*/there"):
         storage.put_bytes("run/x", b"1")
     assert not (tmp_path / "here/run/x").exists()
+
+
+def test_a_process_that_a_command_leaves_behind_is_not_waited_for(tmp_path):
+    """Such as a connection that further commands share, with the command's output open."""
+    pid, ended = tmp_path / "pid", tmp_path / "ended"
+    leaving = f"sh -c \"setsid sh -c 'sleep 15; touch {ended}' & echo $! > {pid}; exec {COPY}\""
+    open_storage(spec(tmp_path / "here", tmp_path / "there", upload=leaving)).put_bytes("run/x", b"1")
+    assert not ended.exists()
+    os.killpg(int(pid.read_text()), signal.SIGKILL)
+    assert (tmp_path / "there/run/x").read_bytes() == b"1"
 
 
 def test_a_hanging_or_failing_function_ends_the_put(tmp_path):
