@@ -460,6 +460,29 @@ def test_a_block_with_a_profile_has_its_region_and_endpoint(monkeypatch, tmp_pat
     assert places() == ("eu-west-3", None)
 
 
+def test_a_block_whose_profile_has_no_keys_leaves_them_to_the_machine(monkeypatch, tmp_path, moto):
+    (tmp_path / "config").write_text(f"[profile lab]\nregion = eu-west-3\nendpoint_url = {moto.endpoint}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    moto.client().create_bucket(Bucket="keys-in-variables")
+    block = S3Bucket(bucket_name="keys-in-variables", credentials=AwsCredentials(profile_name="lab"))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    spec = resolve_storage(block)
+    assert spec.options == {"aws_region": "eu-west-3", "aws_endpoint_url": moto.endpoint}
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    assert resolve_storage(block) == spec
+    open_storage(spec).put_bytes("run/x", b"1")
+
+
+def test_a_profile_of_a_block_that_does_not_exist_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with pytest.raises(ValueError, match=r"nowhere.* fix profile_name"):
+        resolve_storage(S3Bucket(bucket_name="bucket", credentials=AwsCredentials(profile_name="nowhere")))
+
+
 @pytest.mark.parametrize("name", ["profile", "requester_pays", "s3_additional_kwargs"])
 def test_a_setting_of_s3fs_that_would_have_no_effect_is_refused(name):
     block = RemoteFileSystem(basepath="s3://bucket/x", settings={"key": "key", "secret": "x", name: {"a": "b"}})

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
+import botocore.exceptions  # type: ignore[import-untyped]  # ships no types
 import botocore.session  # type: ignore[import-untyped]  # ships no types
 import cloudpickle
 from prefect.blocks.core import Block
@@ -142,12 +143,20 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
 
 
 def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
-    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines may lack the profile."""
+    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines may lack the profile.
+
+    Raises:
+        ValueError: If this machine lacks it.
+
+    """
     if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
         return None, None
     session = botocore.session.Session(profile=credentials.profile_name)
     is_set = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    return session.get_config_variable("region"), None if is_set else session.get_scoped_config().get("endpoint_url")
+    try:
+        return session.get_config_variable("region"), None if is_set else session.get_scoped_config().get("endpoint_url")
+    except botocore.exceptions.ProfileNotFound as exc:
+        raise ValueError(f"{exc}: fix profile_name of the AwsCredentials, or add the profile to ~/.aws/config") from exc
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:
@@ -189,7 +198,10 @@ def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
             "aws_secret_access_key": None if secret is None else secret.get_secret_value(),
             "aws_session_token": credentials.aws_session_token,
         }
-    keys = credentials.get_boto3_session().get_credentials().get_frozen_credentials()
+    found = credentials.get_boto3_session().get_credentials()
+    if found is None:  # the profile holds no keys, and boto3 does not read the variables where there is a profile
+        return {}
+    keys = found.get_frozen_credentials()
     return {
         "aws_access_key_id": keys.access_key,
         "aws_secret_access_key": keys.secret_key,
