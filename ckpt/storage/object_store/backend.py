@@ -226,7 +226,11 @@ class ObstoreStorage:
                     self._call(path, partial(obstore.delete, store, path))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
-        """Abort unfinished multipart uploads to S3; other services discard them themselves."""
+        """Abort unfinished multipart uploads to S3.
+
+        Azure discards them itself, after a week. Google keeps them until a lifecycle rule of the bucket deletes them
+        (https://cloud.google.com/storage/docs/multipart-uploads).
+        """
         if isinstance(self._store, S3Store):
             from .multipart_uploads import abort_stale_uploads  # noqa: PLC0415 - boto3, only for removing uploads
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import click
 from prefect_torch.ckpt.storage.probe import ListingOrder, StorageUnfitError, probe_storage
+from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.deployments.command_line.arguments import json_option, open_named_storage
 from prefect_torch.deployments.command_line.terminal import STATUS_STYLES, console, plain, print_json
 from rich.text import Text
@@ -98,6 +99,10 @@ def _check_storage(text: str) -> Iterator[Finding]:
         return
     found = f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s; lists {_ORDERS[probe.order]}"
     yield Finding("storage", "ok", found)
+    if canonical(probe.url).startswith("gs://"):
+        kept = "Google keeps the parts of interrupted uploads, and bills them, until a rule of the bucket deletes them"
+        advice = "add a lifecycle rule AbortIncompleteMultipartUpload, such as after a day, unless the bucket has one"
+        yield Finding("storage", "warning", kept, advice)
 
 
 def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:

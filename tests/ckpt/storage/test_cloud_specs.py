@@ -1,13 +1,9 @@
 """GcsBucket and AzureBlobStorageContainer blocks: their fields as a storage's specification, and real requests with it."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from google_server import keeping_objects, service_account_key
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
@@ -27,64 +23,17 @@ def azure_container(name="c", folder="", **fields):
     return container(container_name=name, credentials=credentials, base_folder=folder)
 
 
-@contextmanager
-def keeping_objects():
-    """Keep what is put, as Google's XML API does: no server that pip or npm has speaks more of it than single objects."""
-    objects = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self):
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            objects.update({self.path: body} if self.command == "PUT" else {})
-            answer = b"" if self.command == "PUT" else objects.get(self.path)
-            self.send_response(404 if answer is None else 200)
-            answer = b"<Error><Code>NoSuchKey</Code></Error>" if answer is None else answer
-            self.send_header("ETag", '"1"')
-            self.send_header("Last-Modified", "Sat, 01 Aug 2026 00:00:00 GMT")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        do_PUT = do_GET = answer  # noqa: N815 - http.server's names
-
-        def log_message(self, *args):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{http.server_port}", objects
-        http.shutdown()
-
-
-@pytest.fixture(scope="module")
-def private_key():
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-
-
-@pytest.fixture
-def key_of(private_key):
-    def key_of(endpoint):
-        """Return a service account's key that leads to `endpoint` and asks no other server for a token."""
-        names = {"type": "service_account", "project_id": "project", "private_key_id": "1", "client_email": "me@example.com"}
-        urls = {"token_uri": f"{endpoint}/token", "gcs_base_url": endpoint}
-        return {**names, **urls, "private_key": private_key, "disable_oauth": True}
-
-    return key_of
-
-
 @pytest.mark.parametrize("kind", ["info", "file"])
-def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, key_of, tmp_path):
+def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, tmp_path):
     with keeping_objects() as (endpoint, objects):
-        (tmp_path / "key.json").write_text(json.dumps(key_of(endpoint)))
-        fields = (
-            {"service_account_info": key_of(endpoint)} if kind == "info" else {"service_account_file": tmp_path / "key.json"}
-        )
+        key = service_account_key(endpoint)
+        (tmp_path / "key.json").write_text(json.dumps(key))
+        fields = {"service_account_info": key} if kind == "info" else {"service_account_file": tmp_path / "key.json"}
         storage = open_storage(RunConfig(storage=gcs_bucket(**fields)).storage)
         assert storage.url == "gs://bucket/models"
         storage.put_bytes("run/x", b"123")
         assert storage.get_bytes("run/x") == b"123"
-        assert list(objects.values()) == [b"123"]
+        assert objects == {"models/run/x": b"123"}
         with pytest.raises(FileNotFoundError):
             storage.get_bytes("run/y")
 
