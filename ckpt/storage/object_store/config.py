@@ -24,6 +24,7 @@ _CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
 _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
+_DIRECTORY_BUCKET = "--x-s3"
 _ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
@@ -85,6 +86,9 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
             config[_ALIASES.get(name, name)] = value
     is_s3 = url.startswith(("s3://", "s3a://"))
     provider = _complete_s3(config) if is_s3 else None
+    is_directory_bucket = is_s3 and url.split("/")[2].endswith(_DIRECTORY_BUCKET)
+    if is_directory_bucket and "aws_endpoint_url" not in config and not _is_set(config, "aws_s3_express", "s3_express"):
+        config["aws_s3_express"] = "true"  # such a bucket has a host and sessions of its own
     if is_s3 and not _ENDPOINT.fullmatch(endpoint := config.get("aws_endpoint_url") or "https://s3"):
         raise ValueError(
             f"{url} cannot be opened: {endpoint.rpartition('@')[2]!r} is no address of a server: write http://HOST:PORT or "
@@ -128,7 +132,7 @@ def promises_key_order(store: "ObjectStore") -> bool:
     Google Cloud Storage (https://cloud.google.com/storage/docs/json_api/v1/objects/list).
     """
     if isinstance(store, obstore.store.S3Store):
-        return "endpoint" not in store.config and not str(store.config.get("bucket")).endswith("--x-s3")
+        return "endpoint" not in store.config and not str(store.config.get("bucket")).endswith(_DIRECTORY_BUCKET)
     return isinstance(store, obstore.store.GCSStore)
 
 

@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import os
+import re
 import shutil
 import socket
 import stat
@@ -1069,6 +1070,22 @@ class ScriptedReads:
         self.url = storage.url
         self.put_bytes = lambda key, data: storage.get_bytes(key)
         self.delete = lambda keys: None
+
+
+@pytest.mark.parametrize(
+    ("options", "host"),
+    [
+        ({}, "https://name--use1-az4--x-s3.s3express-use1-az4.us-east-1.amazonaws.com/"),
+        ({"s3_express": "false"}, "https://s3.us-east-1.amazonaws.com/name--use1-az4--x-s3"),
+        ({"aws_endpoint_url": "http://localhost:1"}, "http://localhost:1/name--use1-az4--x-s3"),
+    ],
+)
+def test_a_directory_bucket_of_s3_has_a_host_of_its_own(once, options, host):
+    nowhere = {"aws_region": "us-east-1", "proxy_url": f"http://127.0.0.1:{free_port()}"}
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "x"}
+    storage = ObstoreStorage("s3://name--use1-az4--x-s3/runs", {**nowhere, **keys, **options})
+    with pytest.raises(StorageError, match=f"GET {re.escape(host)}"):
+        storage.get_bytes("run/x")
 
 
 def test_a_profile_that_does_not_exist_is_named(monkeypatch):
