@@ -20,8 +20,8 @@ from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_n
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
+from .connections import Connections, with_limited_waits
 from .files import (
-    Connections,
     can_replace,
     create,
     find_files,
@@ -32,7 +32,6 @@ from .files import (
     remove_empty,
     require_whole,
     rmdir_spares_files,
-    with_limited_waits,
 )
 
 FileSystem: TypeAlias = Any  # fsspec ships no types

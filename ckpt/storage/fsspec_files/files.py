@@ -2,11 +2,9 @@
 
 import ftplib
 import socket
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
@@ -18,45 +16,8 @@ FileSystem: TypeAlias = Any  # fsspec ships no types
 
 _PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 _REQUESTS_ON_THE_WAY = 64
-_LONGEST_SILENCE_S = 120.0
 _LONGEST_END_S = 3.0
-_KEEPALIVE_S = 30
 _MANY_OTHERS = 10  # more processes do not create or remove the directories of one put
-T = TypeVar("T")
-
-_AT_MOST = 4  # a server refuses too many connections (sshd's MaxStartups is 10), and every rank of a node opens its own
-# Errors that a server returns on a working connection.
-_ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-
-
-def with_limited_waits(fs: FileSystem) -> FileSystem:
-    """Return `fs`; a connection of paramiko's sends keepalives, and is closed once the server is silent for long.
-
-    It is closed since fsspec takes some errors for an answer, such as that there is no directory, and continues. It is closed
-    with `fs`, too: else its thread, and two processes of the server, would live as long as this process.
-    """
-    channel = fs.ftp.get_channel() if hasattr(getattr(fs, "ftp", None), "get_channel") else None
-    if channel is not None:
-        transport = channel.get_transport()
-
-        def closing_when_silent(call: Callable[[Any], T]) -> Callable[[Any], T]:
-            def limited(argument: Any) -> T:
-                try:
-                    return call(argument)
-                except TimeoutError:
-                    transport.close()
-                    raise
-
-            return limited
-
-        transport.set_keepalive(_KEEPALIVE_S)
-        if isinstance(transport.sock, socket.socket):  # else it is a program's pipe
-            # A read is a series of small requests: the kernel would hold each back until the last is confirmed, 40 ms later.
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel.settimeout(_LONGEST_SILENCE_S)
-        channel.recv, channel.send = closing_when_silent(channel.recv), closing_when_silent(channel.send)
-        weakref.finalize(fs, transport.close).atexit = False
-    return fs
 
 
 def can_replace(fs: FileSystem, folder: str) -> bool:
@@ -316,10 +277,8 @@ def rmdir_spares_files(fs: FileSystem, folder: str) -> bool:
     path = f"{inner}/{temporary_name()}"
     make_folder(fs, inner)
     fs.pipe_file(path, b"")
-    with (
-        _showing_nothing(fs),
-        suppress(Exception),
-    ):  # each library has an exception of its own; a lost connection fails the next line
+    # Each library has an exception of its own; a lost connection fails the next line.
+    with _showing_nothing(fs), suppress(Exception):
         fs.rmdir(inner)
     fs.invalidate_cache()
     try:
@@ -376,39 +335,3 @@ def _opened_new(fs: FileSystem, path: str) -> Any:
         with suppress(FileNotFoundError):
             return fs.open(path, "wb")
     return fs.open(path, "wb")
-
-
-class Connections(Generic[T]):
-    """A pool of connections: no two threads share one, and a failed one is not used again.
-
-    Libraries for SFTP and FTP hold one connection, on which two threads would receive each other's answers. A connection is
-    opened when first needed, at most four at a time; the thread that needs a fifth waits.
-
-    Args:
-        connect: Opens a connection.
-
-    """
-
-    def __init__(self, connect: Callable[[], T]) -> None:
-        self._connect = connect
-        self._slots = threading.BoundedSemaphore(_AT_MOST)
-        self._idle: list[T] = []
-
-    @contextmanager
-    def lent(self) -> Iterator[T]:
-        """Yield a connection, for this thread alone until the block ends."""
-        with self._slots:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                connection = self._connect()
-            try:
-                yield connection
-            except _ANSWERS:
-                self._give_back(connection)
-                raise
-            self._give_back(connection)
-
-    def _give_back(self, connection: T) -> None:
-        if getattr(getattr(connection, "ftp", None), "sock", self) is not None:  # else it is a closed one of FTP
-            self._idle.append(connection)

@@ -20,6 +20,7 @@ from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, cla
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
+from prefect_torch.ckpt.storage.fsspec_files import connections as fsspec_connections
 from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.object_store import backend
@@ -587,7 +588,7 @@ class SilentRelay(TcpRelay):
     ids=["get_bytes", "list", "put_bytes"],
 )
 def test_a_server_behind_a_connection_that_fell_silent_is_given_up(sshd, tmp_path, monkeypatch, call):
-    monkeypatch.setattr(fsspec_files, "_LONGEST_SILENCE_S", 1.0)
+    monkeypatch.setattr(fsspec_connections, "_LONGEST_SILENCE_S", 1.0)
     relay = SilentRelay(sshd.port)
     relay.accept()
     with contextlib.ExitStack() as ended:
@@ -636,7 +637,7 @@ def test_a_connection_of_ftp_whose_transfer_ends_without_a_response_is_not_lent_
     here, there = socket.socketpair()
     connection = SimpleNamespace(ftp=ftplib.FTP())
     connection.ftp.sock, connection.ftp.file = here, here.makefile()
-    connections = fsspec_files.Connections(lambda: connection)
+    connections = fsspec_connections.Connections(lambda: connection)
     with there, connections.lent():
         fsspec_files._hear_end(connection.ftp)
     assert connection.ftp.sock is None
