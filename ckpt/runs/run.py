@@ -118,7 +118,11 @@ class Run:
 
         A name that is no key, which only another program can have given, is left out: every request for it would fail.
         """
-        return sorted({info.key for info in self.storage.list(prefix) if is_key(info.key)})
+        return sorted(self.sizes(prefix))
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return the sizes in bytes, as listed, of what is below `prefix`, by the keys that `keys` returns, in any order."""
+        return {info.key: info.bytes for info in self.storage.list(prefix) if is_key(info.key)}
 
     def newest_first(self) -> Iterator[ListedCheckpoint]:
         """Yield committed checkpoints, newest first; with a usable hint the first costs two requests at any count."""

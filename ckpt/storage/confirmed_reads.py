@@ -8,7 +8,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, StorageError
 
 from .protocol import Storage
 from .retry import with_retries
-from .sizes import find_listed_size, find_size
+from .sizes import require_size
 
 T = TypeVar("T")
 _MOST_READS = 5
@@ -67,10 +67,8 @@ def read_whole(storage: Storage, key: str, read: Callable[[bytes], T]) -> T:
         data = it.get_bytes(key)
         try:
             return read(data)
-        except CheckpointCorruptError as exc:
-            size = find_listed_size(it, key) if it.local_path(key) is None else find_size(it, key)
-            if size != len(data):
-                raise StorageError(f"{len(data)} bytes came of the {size} of {it.url}/{key}") from exc
+        except CheckpointCorruptError:
+            require_size(it, key, len(data))
             raise
 
     return confirm_damage(storage, lambda it: with_retries(it, "reading", key, read_once))

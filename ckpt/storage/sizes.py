@@ -111,6 +111,18 @@ def refuse_part(storage: Storage, key: str, got: int, expected: int) -> None:
         raise StorageError(f"{got} bytes came of the {expected} of {storage.url}/{key}")
 
 
+def require_size(storage: Storage, key: str, got: int) -> None:
+    """Raise unless as many bytes of an object came as it has now; a request, for a bucket a listing.
+
+    Raises:
+        StorageError: If they differ.
+
+    """
+    size = find_listed_size(storage, key) if storage.local_path(key) is None else find_size(storage, key)
+    if size != got:
+        raise StorageError(f"{got} bytes came of the {size} of {storage.url}/{key}")
+
+
 def find_listed_size(storage: Storage, key: str) -> int | None:
     """Return the size with which an object is listed, or None if it is not; one request if the order of listings is known."""
     parent = key[: key.rfind("/") + 1]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
@@ -25,20 +26,18 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
-from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.retry import with_retries
-from prefect_torch.ckpt.storage.sizes import find_listed_size, find_other_size, find_size
+from prefect_torch.ckpt.storage.sizes import find_other_size, find_size, require_size
 
 _BATCH_BYTES = 16 * 2**30  # an interrupted copy leaves the checkpoints of one batch incomplete
 _BATCH = 256
 _RENEW_S = 3600.0  # a collection believes a mark for two days
-_Sizes = Mapping[
-    str, int | None
-]  # of records in bytes, as listed, by their keys; None: it is not listed yet, and may be missing
+# Of records in bytes, as listed, by their keys; None: it is not listed yet, and may be missing.
+_Sizes: TypeAlias = Mapping[str, int | None]
 _logger = logging.getLogger(__name__)
 
 
@@ -87,8 +86,7 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
 
 
 def _listed(run: Run, prefix: str) -> _Sizes:
-    """Return the records below a prefix, sorted; a name that is no key is left out, since every request for it would fail."""
-    return {info.key: info.bytes for info in sorted(run.storage.list(prefix), key=lambda it: it.key) if is_key(info.key)}
+    return dict(sorted(run.sizes(prefix).items()))
 
 
 def check_same_run(source: Run, target: Storage) -> None:
@@ -293,9 +291,8 @@ def _read_record(key: str, listed: int | None, source: Storage) -> bytes:
 
     def read(storage: Storage) -> bytes:
         data = storage.get_bytes(key)
-        # Another size than the plan's may be right: the last part of a log grows.
-        if len(data) != listed and storage.local_path(key) is None and len(data) != (size := find_listed_size(storage, key)):
-            raise StorageError(f"{len(data)} bytes came of the {size} of {storage.url}/{key}")
+        if len(data) != listed:  # which may be right: the last part of a log grows
+            require_size(storage, key, len(data))
         return data
 
     return with_retries(source, "reading", key, read)
