@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.tasks.gang.processes.flight_recorder import FlightRecorder
@@ -239,9 +239,14 @@ class _Rank:
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = OomKills()
         recorded = {} if self._recorder is None else self._recorder.environment
-        self._process = RankProcess(python_command(header["program"]), {**environment, **recorded}, spec, held, server)
-        self.thread = threading.Thread(target=self._supervise, daemon=True)
-        self.thread.start()
+        with ExitStack() as after_failure:
+            if self._recorder is not None:
+                after_failure.callback(self._recorder.close)
+            self._process = RankProcess(python_command(header["program"]), {**environment, **recorded}, spec, held, server)
+            after_failure.callback(self._process.reap)
+            self.thread = threading.Thread(target=self._supervise, daemon=True)
+            self.thread.start()
+            after_failure.pop_all()
 
     def obey(self, order: str) -> None:
         if order == "terminate":
@@ -254,11 +259,16 @@ class _Rank:
             self._process.kill()
 
     def _supervise(self) -> None:
-        with suppress(LinkError):  # the leader is gone: the agent ends, and kills the ranks
-            for lines in self._process.lines(_POLL_S):
-                if lines:
-                    self._link.send({"type": "lines", "rank": self._number, "lines": lines})
-        self._process.kill()
+        try:
+            with suppress(LinkError):  # the leader is gone: the agent ends, and kills the ranks
+                for lines in self._process.lines(_POLL_S):
+                    if lines:
+                        self._link.send({"type": "lines", "rank": self._number, "lines": lines})
+        finally:  # whatever fails here, the leader waits for the exit
+            self._send_exit()
+
+    def _send_exit(self) -> None:
+        """Kill what is left of the process, and send how it exited."""
         ended = self._process.reap()
         record = None if self._recorder is None else self._recorder.close()
         with suppress(LinkError):

@@ -2,9 +2,10 @@
 
 import contextlib
 import os
-import shutil
 import tempfile
 from pathlib import Path
+
+from prefect_torch.ckpt.storage.machine.scratch import make_scratch, remove_scratch
 
 _PIPE, _FILE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 # ProcessGroupNCCL opens the pipe only where a size is given; the second name is that of versions before 2.9.
@@ -13,7 +14,7 @@ _SIZE = "2000"
 
 
 class FlightRecorder:
-    """The flight recorder of one rank, in a directory that is removed unless a record was written.
+    """The flight recorder of one rank, in a scratch directory, which cleaners of the temporary directory may spare.
 
     Args:
         rank: The rank.
@@ -21,7 +22,7 @@ class FlightRecorder:
     """
 
     def __init__(self, rank: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="prefect-torch-nccl-"))
+        self._folder = make_scratch()
         defaults = dict.fromkeys((_PIPE, _FILE), str(self._folder / "rank-")) | dict.fromkeys(_SIZES, _SIZE)
         self.environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
         self._pipe = f"{self.environment[_PIPE]}{rank}.pipe"
@@ -39,18 +40,31 @@ class FlightRecorder:
         return True
 
     def close(self) -> Path | None:
-        """Return the record if one was written, on request or by NCCL's own watchdog; call it after the process has exited."""
-        with contextlib.suppress(FileNotFoundError):
+        """Return the record if one was written, on request or by NCCL's own watchdog; call it after the process has exited.
+
+        None as well if the record cannot be kept, as where a cleaner has removed it: that is no failure of the rank.
+        """
+        with contextlib.suppress(OSError):
             Path(self._pipe).unlink()
         is_new = _modified(self._file) not in (None, self._before)
-        if not (is_new and self._file.is_relative_to(self._folder)):
-            shutil.rmtree(self._folder)
-        return self._file if is_new else None
+        record = self._file if is_new else None
+        if is_new and self._file.is_relative_to(self._folder):
+            record = _kept(self._file)
+        remove_scratch(self._folder)
+        return record
+
+
+def _kept(file: Path) -> Path | None:
+    """Move a record to a directory that stays when this process ends, and return its path there; None if that is impossible."""
+    try:
+        return file.replace(Path(tempfile.mkdtemp(prefix="prefect-torch-nccl-")) / file.name)
+    except OSError:
+        return None
 
 
 def _modified(file: Path) -> int | None:
-    """Return when a file was last modified; None if it does not exist. It may be old if the user has chosen its name."""
+    """Return when a file was last modified; None if it cannot be seen. It may be old if the user has chosen its name."""
     try:
         return file.stat().st_mtime_ns
-    except FileNotFoundError:
+    except OSError:
         return None

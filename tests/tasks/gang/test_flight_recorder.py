@@ -1,9 +1,11 @@
 """The record of a rank's last collectives; a program that listens as ProcessGroupNCCL does stands for a rank with NCCL."""
 
+import fcntl
 import logging
 import os
 import shutil
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,7 @@ def test_a_rank_writes_its_record_when_asked():
     process.reap()
     assert seen == ["listens", "wrote"]
     record = recorder.close()
+    assert not recorder._folder.exists()
     assert record.read_text() == "record"
     assert list(record.parent.iterdir()) == [record]
     record.unlink()
@@ -79,6 +82,29 @@ def test_a_rank_without_nccl_is_asked_in_vain_and_nothing_is_left():
     assert not recorder.request()
     assert recorder.close() is None
     assert not recorder._folder.exists()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_record_that_cannot_be_kept_is_no_failure_of_its_rank(monkeypatch, tmp_path, is_written):
+    """Such as one whose directory a cleaner of the temporary directory has removed."""
+    recorder = FlightRecorder(0)
+    if is_written:
+        Path(f"{recorder._folder}/rank-0").write_text("record")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
+    else:
+        shutil.rmtree(recorder._folder)
+    assert recorder.close() is None
+    assert not recorder._folder.exists()
+
+
+def test_cleaners_of_the_temporary_directory_see_that_the_directory_is_in_use():
+    """By its lock, as systemd-tmpfiles does; the next process removes it if this one is killed."""
+    recorder = FlightRecorder(0)
+    descriptor = os.open(recorder._folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+    recorder.close()
 
 
 @pytest.mark.parametrize("name", ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"])
@@ -142,6 +168,24 @@ def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening):
     rank.thread.join()
     assert [line for header in sent for line in header.get("lines", [])] == ["listens", "wrote"]
     assert remove_record(sent[-1]["record"]) == "record"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_leader_gets_the_exit_of_a_rank_that_its_agent_fails_to_supervise(listening):
+    sent, ended = [], threading.Event()
+
+    class Leader:
+        def send(self, header, payload=b""):
+            if header["type"] == "lines":
+                raise MemoryError
+            sent.append(header)
+            ended.set()
+
+    header = {"rank": 1, "program": "the rank's", "records_collectives": True}
+    rank = agent._Rank(Leader(), header, {**os.environ, "RANK": "1"}, b"", [], None)
+    assert ended.wait(30)
+    rank.thread.join()
+    assert [(it["type"], it["rank"], it["returncode"]) for it in sent] == [("exit", 1, None)]
 
 
 def remove_record(path):
