@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .backoff import Backoff
 from .job import TrainJob
 from .observers import Observers
 from .retention_schedule import RetentionSchedule
@@ -73,6 +74,7 @@ class RunRecorder:
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
+        self._flush_backoff = Backoff()
         self._renewing: Future[None] | None = None
         self._claim = ClaimRenewal(store, attempt)
         self._index = IndexWriter(store)
@@ -116,8 +118,9 @@ class RunRecorder:
 
     def poll(self) -> None:
         """Start the writes and prunes that are due; returns immediately."""
-        if self._history.is_due() and (self._flushing is None or self._flushing.done()):
-            self._flushing = self._write(self._history.flush, "the metric history")
+        is_idle = self._flushing is None or self._flushing.done()
+        if is_idle and self._history.is_due() and self._flush_backoff.wait_s() == 0:
+            self._flushing = self._write(self._flush, "the metric history")
         if self._claim.is_due and (self._renewing is None or self._renewing.done()):
             self._renewing = self._submit(self._claim.renew, "the claim of the attempt was not stored again")
         self._retention.prune_due(self._history.recorded)
@@ -129,6 +132,11 @@ class RunRecorder:
         self._write(self._history.close, "the metric history")
         self._writer.shutdown()
         self._retention.finish(self._history.recorded)
+
+    def _flush(self) -> None:
+        self._flush_backoff.record()
+        self._history.flush()
+        self._flush_backoff = Backoff()  # only failures follow each other in ever longer pauses
 
     def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
         if self._index.repair(listed):  # the rest after the writes submitted meanwhile, which must not wait for minutes

@@ -1,23 +1,30 @@
 """The checkpoint that an attempt starts from."""
 
+import logging
 import os
+import time
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.reporting.events import CommitEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
 from prefect_torch.tasks.training.start import choose_start
 from ranks import Attempt, folder
+from small_disk import mounted
 
 
 @pytest.fixture
@@ -165,3 +172,26 @@ def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
             recorder.record(CommitEvent(f"000001-{step:08d}-00000000", step, {}, 1, 0.1))
         recorder._writer.shutdown()
     assert len(told) == 1
+
+
+def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_once_there_is_room(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("prefect_torch.ckpt.runs.history.CHUNK_AGE_S", 0)
+    monkeypatch.setattr("prefect_torch.tasks.training.recorder.get_run_logger", lambda: logging.getLogger("run"))
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    with mounted(tmp_path / "disk") as disk, disable_run_logger():
+        store = CheckpointStore.open(disk, "run")
+        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        recorder.record(ReportEvent(MetricRecord(1, 0, {"loss": 1.0}, None, utc_now())))
+        until_s = time.monotonic() + FIRST_PAUSE_S / 2
+        while time.monotonic() < until_s:
+            recorder.poll()
+            recorder._flushing.exception()  # returns once it is done
+        assert caplog.text.count("the metric history could not be written") == 1
+        (disk / "fill").unlink()
+        recorder.close()
+        assert [record.metrics for record in read_history(store)] == [{"loss": 1.0}]
