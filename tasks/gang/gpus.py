@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.text import show_some
+from prefect_torch.tasks.forks import close_here, close_in_forks
 
 from .driver_programs import ask_driver
 
@@ -200,13 +201,13 @@ class GpuAllocation:
     def release(self) -> None:
         """Release the GPUs; those of ranks that still run stay taken until their guards exit."""
         for lock in self._taken:
-            os.close(lock)
+            close_here(lock)
         self._taken = {}
 
     def keep(self, count: int) -> None:
         """Release the GPUs that are taken beyond the first `count`."""
         for lock in self.locks[count:]:
-            os.close(lock)
+            close_here(lock)
             del self._taken[lock]
         self._count = self._fewest = len(self._taken)
 
@@ -242,35 +243,51 @@ class GpuAllocation:
     def _take(self) -> list[str] | None:
         failed = {gpu: lock for lock, gpu in self._taken.items() if gpu.uuid in self._failed}  # kept until there are others
         taken = {lock: gpu for lock, gpu in self._taken.items() if gpu not in failed}
-        users: list[str] = []
         with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
-            for gpu in sorted(self._gpus(), key=lambda it: it.uuid in self._failed):
-                if len(taken) >= (self._fewest if gpu.uuid in self._failed else self._count):
-                    break
-                if gpu in taken.values():
-                    continue
-                if gpu in failed:
-                    taken[failed.pop(gpu)] = gpu
-                    continue
-                lock = _open(gpu.uuid)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    taken[lock] = gpu
-                except BlockingIOError:
-                    users.append(f"GPU {gpu.choice} by {os.pread(lock, _LONGEST_OWNER, 0).decode(errors='replace')}")
-                    os.close(lock)
-            new = taken.keys() - self._taken.keys()
-            if len(taken) < self._fewest:
-                for lock in new:
-                    os.close(lock)
-                return users
-            for lock in new:
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, self._owner.encode()[:_LONGEST_OWNER], 0)
+            try:
+                users = self._lock_free(taken, failed)
+                if len(taken) < self._fewest:
+                    return users
+                for lock in taken.keys() - self._taken.keys():
+                    _write_owner(lock, self._owner)
+                self._taken = taken
+            finally:
+                for lock in taken.keys() - self._taken.keys():  # too few are free, or an error occurred
+                    close_here(lock)
             for lock in failed.values():
-                os.close(lock)
-        self._taken = taken
+                close_here(lock)
         return None
+
+    def _lock_free(self, taken: dict[int, Gpu], failed: dict[Gpu, int]) -> list[str]:
+        """Add free GPUs to `taken`, those that have failed last; return which others are in use, and by whom."""
+        users: list[str] = []
+        for gpu in sorted(self._gpus(), key=lambda it: it.uuid in self._failed):
+            if len(taken) >= (self._fewest if gpu.uuid in self._failed else self._count):
+                break
+            if gpu in taken.values():
+                continue
+            if gpu in failed:
+                taken[failed.pop(gpu)] = gpu
+                continue
+            lock = _open(gpu.uuid)
+            taken[lock] = gpu
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                users.append(f"GPU {gpu.choice} by {_read_owner(lock)}")
+                del taken[lock]
+                close_here(lock)
+        return users
+
+
+def _read_owner(lock: int) -> str:
+    return os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
+
+
+def _write_owner(lock: int, owner: str) -> None:
+    os.ftruncate(lock, 0)
+    with suppress(OSError):  # the memory of the machine's files is full: the GPU is taken, and others do not see by whom
+        os.pwrite(lock, owner.encode()[:_LONGEST_OWNER], 0)
 
 
 def take_free(most: int | None, owner: str) -> GpuAllocation:
@@ -304,7 +321,7 @@ def _one_at_a_time() -> Iterator[None]:
         _lock_soon(lock)
         yield
     finally:
-        os.close(lock)
+        close_here(lock)
 
 
 def _lock_soon(lock: int) -> None:
@@ -336,6 +353,7 @@ def _open(name: str) -> int:
             pass
         else:
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                close_in_forks(descriptor)
                 return descriptor
             os.close(descriptor)
             raise OSError(errno.EINVAL, "the lock of a GPU must be a file", str(path))
@@ -344,4 +362,5 @@ def _open(name: str) -> int:
         except FileExistsError:
             continue
         os.fchmod(descriptor, 0o666)  # whatever the umask
+        close_in_forks(descriptor)
         return descriptor

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import prefect
 from prefect.settings import get_current_settings
+from prefect_torch.tasks.forks import close_here, close_in_forks
 
 if TYPE_CHECKING:
     import subprocess
@@ -54,7 +55,7 @@ def migrated_by_one(start: Callable[[], "subprocess.Popen[Any]"]) -> "subprocess
     try:
         server = start()
     except BaseException:
-        os.close(lock)
+        close_here(lock)
         raise
     threading.Thread(target=_release, args=(lock, database, server), name="migration", daemon=True).start()
     return server
@@ -77,6 +78,7 @@ def _lock(database: Path) -> int | None:
         lock = os.open(database.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
+    close_in_forks(lock)
     try:
         while time.monotonic() < deadline_s and not _is_migrated(database):
             with suppress(BlockingIOError):
@@ -86,16 +88,16 @@ def _lock(database: Path) -> int | None:
     except OSError:
         pass
     except BaseException:
-        os.close(lock)
+        close_here(lock)
         raise
-    os.close(lock)
+    close_here(lock)
     return None
 
 
 def _release(lock: int, database: Path, server: "subprocess.Popen[Any]") -> None:
     while server.poll() is None and not _is_migrated(database):
         time.sleep(_POLL_S)
-    os.close(lock)
+    close_here(lock)
 
 
 def _is_migrated(database: Path) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+from prefect_torch.tasks.forks import close_here, close_in_forks
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_database import migrated_by_one, newer_database
@@ -220,6 +221,7 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
     _reach_without_proxy("127.0.0.1")
     python, _, *module = args  # python -m uvicorn ...
     lifeline, own_end = os.pipe()
+    close_in_forks(lifeline, own_end)
     try:
         process = migrated_by_one(
             partial(
@@ -232,11 +234,11 @@ def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]"
             )
         )
     except BaseException:
-        os.close(own_end)
+        close_here(own_end)
         raise
     finally:
-        os.close(lifeline)
-    weakref.finalize(process, os.close, own_end).atexit = False  # Prefect itself stops the server first
+        close_here(lifeline)
+    weakref.finalize(process, close_here, own_end).atexit = False  # Prefect itself stops the server first
     _tied.add(process)
     return process
 

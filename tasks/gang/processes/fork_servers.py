@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from prefect_torch.tasks.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
 
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
@@ -91,7 +92,8 @@ class ForkServer:
         self.has_refused = False
         fill_closed_streams()
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with end:
+        close_in_forks(self._control.fileno(), end.fileno())
+        try:
             self._process = subprocess.Popen(
                 [*python_command("prefect_torch.tasks.rank.starting.fork_server"), str(end.fileno()), context.torch_place],
                 env=dict(context.environment),
@@ -102,6 +104,11 @@ class ForkServer:
                 stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 start_new_session=True,
             )
+        except BaseException:
+            close_here(self._control.detach())
+            raise
+        finally:
+            close_here(end.detach())
         self._is_ready = False
         self._one_at_a_time = threading.Lock()
 
@@ -149,7 +156,7 @@ class ForkServer:
         """End its process; ranks that it has forked keep running."""
         self._process.kill()
         self._process.wait()
-        self._control.close()
+        close_here(self._control.detach())
 
 
 class ForkServers:

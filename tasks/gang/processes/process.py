@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from prefect_torch.tasks.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import Descriptors, environment_header
 
 from .fork_servers import ForkServer, fill_closed_streams
@@ -146,8 +147,7 @@ class RankProcess:
         self._feeder.join()
         if self._guard is not None:
             self._guard.wait()
-        for descriptor in (self._output, self._status, self._result):
-            os.close(descriptor)
+        _close((self._output, self._status, self._result))
         return ProcessExit(int(self._returncode) if self._returncode else None, b"".join(self._message))
 
     def terminate(self) -> None:
@@ -162,7 +162,7 @@ class RankProcess:
         """Kill the process and all its descendants (SIGKILL); no effect once they have exited."""
         with self._lifeline_lock:
             if self._lifeline >= 0:
-                os.close(self._lifeline)
+                close_here(self._lifeline)
                 self._lifeline = -1
 
     def _send(self, order: bytes) -> None:
@@ -190,24 +190,27 @@ class RankProcess:
         self._feed(program.stdin)
 
     def _feed(self, data: bytes) -> None:
-        # Unbuffered, so that closing has nothing left to write; the exit status shows if a rank died before it read.
-        with contextlib.suppress(BrokenPipeError), os.fdopen(self._stdin, "wb", buffering=0) as pipe:
-            view = memoryview(data)
-            while view:
-                view = view[pipe.write(view) :]
+        view = memoryview(data)
+        try:
+            with contextlib.suppress(BrokenPipeError):  # the exit status shows if a rank died before it read
+                while view:
+                    view = view[os.write(self._stdin, view) :]
+        finally:
+            close_here(self._stdin)
 
 
 def _open_pipe(read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[int, int]:
     """Return the ends of a new pipe, each of which is closed with one of the stacks."""
     ends = os.pipe()
+    close_in_forks(*ends)
     for end, stack in zip(ends, (read, write), strict=True):
-        stack.callback(os.close, end)
+        stack.callback(close_here, end)
     return ends
 
 
 def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        close_here(descriptor)
 
 
 def _holders(pipe: int) -> str:

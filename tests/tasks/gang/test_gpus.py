@@ -16,10 +16,11 @@ from prefect_torch.tasks.gang import driver_programs, gpus
 from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation, GpusBusyError, list_gpus, take_free
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from pretended_gpus import listed
+from small_disk import mounted
 
 SUPPORT = Path(__file__).parents[2] / "support"
 HOLD = """
-import sys, time
+import os, sys, time
 from pretended_gpus import listed
 from prefect_torch.tasks.gang import gpus
 from prefect_torch.tasks.gang.gpus import GpuAllocation
@@ -31,6 +32,8 @@ rank = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); 
 ranks = [RankProcess(rank, {}, b"", [lock]) for lock in allocated.locks]
 for rank in ranks:
     print(next(line for lines in rank.lines(0.05) for line in lines), flush=True)
+if (forked := os.fork()) != 0:  # by user code
+    print(forked, flush=True)
 time.sleep(600)
 """
 
@@ -82,9 +85,11 @@ def held(machine):
     """Another process, whose ranks hold two of the GPUs; yields it, the pids of the ranks and their guards."""
     with Popen([sys.executable, "-c", HOLD, "2"], stdout=subprocess.PIPE, text=True) as holder:
         pids = [int(holder.stdout.readline()) for _ in range(2)]
+        forked = psutil.Process(int(holder.stdout.readline()))
         guards = [psutil.Process(pid).parent() for pid in pids]
         yield holder, pids, guards
         holder.kill()
+        forked.kill()
         for guard in guards:
             with contextlib.suppress(psutil.NoSuchProcess):
                 guard.resume()  # of a test that failed
@@ -368,6 +373,29 @@ def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
     assert third.environment == {"FAKEGPU_VISIBLE_DEVICES": "2"}
     for each in (other, allocated, third):
         each.release()
+
+
+def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypatch, tmp_path):
+    with mounted(tmp_path / "locks", "size=64k") as locks:
+        monkeypatch.setattr(gpus, "_LOCKS", locks)
+        with contextlib.suppress(OSError), (locks / "fill").open("wb", buffering=0) as fill:
+            while True:
+                fill.write(bytes(4096))
+        first = allocation(2)
+        take(first)
+        with pytest.raises(GpusBusyError, match="GPU 0 by an unknown process, GPU 1 by an unknown process"):
+            take(allocation(2))
+        first.release()
+
+
+def test_gpus_that_cannot_be_taken_together_are_left_to_others(machine, monkeypatch, tmp_path):
+    with mounted(tmp_path / "locks", "nr_inodes=3") as locks:  # the directory, the lock on all, and one GPU's
+        monkeypatch.setattr(gpus, "_LOCKS", locks)
+        with pytest.raises(OSError, match="No space left"):
+            take(allocation(2))
+        other = allocation(1)
+        assert take(other) == {"FAKEGPU_VISIBLE_DEVICES": "0"}
+        other.release()
 
 
 def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
