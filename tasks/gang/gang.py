@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prefect.context import TagsContext
 from prefect.futures import PrefectFuture
@@ -33,6 +33,9 @@ from .stop_order import StopOrder
 from .termination import Termination
 from .watch import RANK_HEARTBEAT_S, RankWatch
 
+if TYPE_CHECKING:
+    from uuid import UUID
+
 # For flows that start a gang. Unbounded: with fewer threads than ranks, the running ranks would wait for those that cannot
 # start.
 ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
@@ -57,7 +60,7 @@ class Recorder(Protocol):
 
 
 class Gang:
-    """Starts one task run per rank, or, for many ranks, per machine; the first rank to fail stops all.
+    """One task run per rank, or, for many ranks, per machine; the first rank to fail stops all.
 
     Args:
         specs: The ranks.
@@ -68,7 +71,7 @@ class Gang:
         logs: Where the ranks' lines go; None for all to Prefect.
 
     Attributes:
-        task_runs: The task run of each rank.
+        task_runs: The task run of each rank that is started.
         is_cut_short: Whether the ranks have returned before their work was done, to continue with more ranks.
 
     """
@@ -81,13 +84,16 @@ class Gang:
         regrowth: Regrowth | None = None,
         logs: RankLogs | None = None,
     ) -> None:
+        self.task_runs: dict[int, UUID] = {}
         self.is_cut_short = False
         self._machines = machines
         self._partition = Partition(machines)
         self._regrowth = regrowth
         self._is_regrowing = False
+        self._logs = logs
         self._stop = StopOrder()
         self._groups = group_ranks(specs)
+        self._futures: list[PrefectFuture[Any]] = []
         self._watch = RankWatch([group.ranks[0] for group in self._groups], hang_timeout_s)
         self._heartbeats_due_s = 0.0
         self._receiver: EventReceiver | None = None
@@ -95,14 +101,13 @@ class Gang:
         self._finished: set[int] = set()
         self._has_news = threading.Event()  # set when another future is done
         self._stop_deadline_s: float | None = None  # from the first `stop` on
-        try:
-            self._futures = [_submit(group, machines, logs, self._stop) for group in self._groups]
-        except BaseException as exc:  # the started ranks would wait for the others
-            self._stop.give(f"not every rank could be started: {exc!r}")
-            raise
-        started = zip(self._groups, self._futures, strict=True)
-        self.task_runs = {rank: future.task_run_id for group, future in started for rank in group.ranks}
-        for number, future in enumerate(self._futures):
+
+    def start(self) -> None:
+        """Start the ranks; after an error, those that were started wait for the others, so `stop` them."""
+        for number, group in enumerate(self._groups):
+            future = _submit(group, self._machines, self._logs, self._stop)
+            self._futures.append(future)
+            self.task_runs.update(dict.fromkeys(group.ranks, future.task_run_id))
             # Not a method: the gang and its futures would form a cycle, and the store would serve until that is collected.
             future.add_done_callback(partial(_record_finished, number, self._finished, self._has_news))
 
@@ -262,7 +267,8 @@ class Gang:
         return {number: self._futures[number].result(raise_on_failure=False) for number in tuple(self._finished)}
 
     def _running(self) -> list[RankGroup]:
-        return [group for number, group in enumerate(self._groups) if number not in self._finished]
+        started = self._groups[: len(self._futures)]
+        return [group for number, group in enumerate(started) if number not in self._finished]
 
     def _has_completed(self) -> bool:
         return self._all_finished() and all(future.state.is_completed() for future in self._futures)

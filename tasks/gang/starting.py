@@ -102,14 +102,23 @@ def start_gang(
         regrowth: Looks for room for more ranks; None if the attempt does not grow.
         logs: Where the ranks' lines go; None for all to Prefect.
 
+    Raises:
+        Exception: If not every rank could be started, or the store does not serve; by then, no rank runs.
+
     """
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
     try:
         specs = _place(first_rank_at(rendezvous.address), lease)
         gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
-        return gang, rendezvous.serve()  # imports torch while the ranks do so
+        try:
+            gang.start()
+            return gang, rendezvous.serve()  # imports torch while the ranks do so
+        except BaseException as exc:
+            rendezvous.close()  # the ranks must not wait for it
+            gang.stop(f"not every rank could be started: {exc!r}")
+            raise
     finally:
-        rendezvous.close()  # no effect once it serves; otherwise, the ranks must not wait for it
+        rendezvous.close()  # no effect once it serves
 
 
 def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:

@@ -201,9 +201,9 @@ class _Leader:
             termination.raise_if_requested()
             with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
                 gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
-                self._observers.notify(RanksStarted(attempt, gang.task_runs))
-                recorder.on_request = partial(self._decide, key_value)
                 try:
+                    self._observers.notify(RanksStarted(attempt, gang.task_runs))
+                    recorder.on_request = partial(self._decide, key_value)
                     value = gang.run(key_value, recorder, termination)
                     self.regrows = gang.is_cut_short and not self._is_stopped
                     if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint

@@ -45,9 +45,15 @@ def supervisor(monkeypatch):
     return supervisor
 
 
+def started(specs):
+    ranks = Gang(specs, None)
+    ranks.start()
+    return ranks
+
+
 def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(supervisor, monkeypatch, caplog):
     monkeypatch.setattr(gang, "_LONGEST_STOP_S", 0.1)
-    ranks = Gang([None, None], None)
+    ranks = started([None, None])
     supervisor.done[0](None)
     for _ in range(2):  # the second time, it does not wait as long again
         with pytest.raises(RankFailedError, match=r"rank 1 could not be stopped within 0\.1 s") as caught:
@@ -59,26 +65,39 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
 
 def test_a_rank_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(supervisor):
     with tags("limited"):
-        Gang([None], None)
+        started([None])
     assert supervisor.tags == set()
 
 
 def test_a_hang_that_is_found_while_ranks_that_have_returned_end_is_none(supervisor):
     """Their last threads may take seconds; they are stopped, and what they returned is known."""
-    ranks = Gang([None], None)
+    ranks = started([None])
     supervisor.state, supervisor.result = Completed(), lambda raise_on_failure: 7
     supervisor.done[0](None)
     assert ranks._result(RankFailedError("the training hangs", None, "infrastructure"), None, None) == 7
 
 
-def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monkeypatch):
+@pytest.mark.parametrize("failing", ["a rank", "the store"])
+def test_a_start_that_fails_stops_the_ranks_that_were_started_and_waits_for_them(supervisor, monkeypatch, caplog, failing):
     class TooMany:
         def submit(self, spec, *arguments):
-            if spec.rank == 1:
-                raise RuntimeError("can't start new thread")
+            if spec.rank == 1 and failing == "a rank":
+                fail()
             return supervisor.submit(spec, *arguments)
 
+    class EndAtTheFirstWarning(logging.Filter):
+        def filter(self, record):
+            for done in supervisor.done:
+                done(None)
+            return True
+
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
     monkeypatch.setattr(gang, "train_rank", TooMany())
+    monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheFirstWarning()])
+    if failing == "the store":
+        monkeypatch.setattr("prefect_torch.tasks.gang.starting.Rendezvous.serve", fail)
     listening = []
 
     def first_rank_at(address):
@@ -88,6 +107,8 @@ def test_a_rank_that_cannot_be_submitted_stops_those_that_were(supervisor, monke
     with pytest.raises(RuntimeError, match="can't start new thread"):
         start_gang(first_rank_at, None)
     assert "not every rank could be started" in supervisor.stop.reason
+    running = "rank 0 was" if failing == "a rank" else "rank 0, 1 was"
+    assert caplog.text.count(f"{running} killed and has not exited yet") == 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((listening[0].host, listening[0].port), 5)
 
@@ -99,7 +120,7 @@ def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supe
                 supervisor.done[0](None)
             return True
 
-    ranks = Gang([None], None)
+    ranks = started([None])
     monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheSecondWarning()])
     ranks.stop("over")
     assert caplog.text.count("rank 0 was killed and has not exited yet") == 2
@@ -115,7 +136,7 @@ def test_ranks_keep_their_grace_when_the_flow_is_terminated_while_they_leave_a_m
                 supervisor.done[0](None)  # the rank ends with its last checkpoint
             termination.request(TerminationSignal(15))
 
-    ranks = Gang([None], None)
+    ranks = started([None])
     ranks._machines = [SimpleNamespace(name="a", is_terminated=True)]
     with pytest.raises(TerminatedError):
         ranks.run(Store(), None, termination)
