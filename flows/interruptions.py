@@ -84,7 +84,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
                 return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
 
         try:
-            with cancellation.is_recorded(termination), _watched(find, termination):
+            with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(find, termination):
                 yield
         except Interruption as exc:
             if not can_begin_again:
@@ -101,8 +101,28 @@ def cancellable(termination: Termination) -> Iterator[None]:
     A worker or a runner ends the process before that. But a worker may be gone, and a flow that is called directly has none.
     """
     cancellation = _Cancellation(current_flow_run())
-    with cancellation.is_recorded(termination), _watched(cancellation.find, termination):
+    with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(cancellation.find, termination):
         yield
+
+
+@contextmanager
+def _terminated_by_hangup() -> Iterator[None]:
+    """Let a terminal that is closed (SIGHUP) end the body as SIGTERM does; no effect if it is ignored (nohup) or handled."""
+    is_ended_by_it = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    if not is_ended_by_it:
+        yield
+        return
+    signal.signal(signal.SIGHUP, _terminate)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGHUP) is _terminate:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def _terminate(*_: object) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel and the shell both send it
+    signal.raise_signal(signal.SIGTERM)
 
 
 class _Cancellation:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import select
 import signal
 import sqlite3
 import subprocess
@@ -168,6 +169,40 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint_though_all_processes_get_it
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
     assert "or after 10 s" in output  # of run_training.py, not the default
     assert "work is safe up to step 0" in output
+    state = flow_run_state(storage)
+    assert state.is_crashed()
+    assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_terminal_that_is_closed_lets_ranks_commit_unless_that_is_ignored(storage, tmp_path, is_ignored):
+    started = tmp_path / "started"
+    shown, terminal = os.openpty()
+    arguments = [storage, "trainings:checkpoint_when_told", json.dumps({"started": str(started)})]
+    command = [*(["nohup"] if is_ignored else []), sys.executable, str(SUPPORT / "run_training.py"), *arguments]
+    leader = subprocess.Popen(
+        ["setsid", "--ctty", *command],  # at a terminal of its own
+        env={**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()},
+        cwd=tmp_path,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    try:
+        while not started.exists():
+            assert leader.poll() is None
+            if select.select([shown], [], [], 0.05)[0]:
+                os.read(shown, 65536)
+        os.close(shown)
+        os.close(terminal)
+        if is_ignored:
+            with pytest.raises(subprocess.TimeoutExpired):
+                leader.wait(1)
+            leader.terminate()
+        assert leader.wait(40) == -signal.SIGTERM
+    finally:
+        leader.kill()
+    assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41]
     state = flow_run_state(storage)
     assert state.is_crashed()
     assert f"work is safe up to step 0 ({committed(storage)[0].id})" in state.message
