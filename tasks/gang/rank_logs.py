@@ -10,6 +10,7 @@ from contextvars import copy_context
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.tasks.options.config import LogLevel, LogRanks
+from prefect_torch.tasks.prefect_api.outage import WAITING_LINES
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -47,6 +48,7 @@ class RankLog:
                 self._log(level, line)
             else:
                 self._withheld.append((level, line))
+        WAITING_LINES.bound()
 
     def write_all(self) -> None:
         """Log every line in Prefect from now on, and the last ones that were withheld: the rank has failed, or hangs."""

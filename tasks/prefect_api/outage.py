@@ -1,8 +1,10 @@
 """A flow run without a Prefect API: the training continues, and its logs and its final state are sent once the API is back."""
 
+import queue
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
 from json import JSONDecodeError
@@ -27,8 +29,9 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from .embedded_server import ServerKeeper, embedded_server_kept_running
 from .settings import without_retries
 
-# Pauses of 2, 4, ..., 128 s: log lines wait for the API for about four minutes. Prefect's own 5 retries drop them after one.
+# Pauses of 2, 4, ..., 128 s: a request with log lines is repeated for four minutes. Prefect's own 5 retries end after one.
 _RETRIES = 7
+_MOST_WAITING = 50_000  # log lines: some 60 MB, and their texts
 # Answers of a server without its database, and of a proxy without its server; Prefect itself repeats after 408, 429, 502, 503.
 _REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
 _LONGEST_S = 600.0
@@ -44,7 +47,7 @@ _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
 
 @contextmanager
 def outlast_api_outages() -> Iterator[None]:
-    """Keep the body's log lines for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
+    """Repeat requests for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
 
     A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES and
     PREFECT_CLIENT_RETRY_EXTRA_CODES are respected.
@@ -70,6 +73,36 @@ def outlast_api_outages() -> Iterator[None]:
                 yield
         finally:
             _keeper.reset(token)
+
+
+class WaitingLines:
+    """The log lines of this process that wait for Prefect's API, of which there may be any number otherwise.
+
+    Prefect sends some megabytes at a time, and the next ones wait while a request is repeated.
+    """
+
+    def __init__(self) -> None:
+        self._num_dropped = 0
+        self._dropping = threading.Lock()
+
+    def bound(self) -> None:
+        """If more than 50,000 wait, drop the older half, and log how many were dropped so far."""
+        workers = tuple(getattr(APILogWorker, "_instances", {}).values())  # also those of other services
+        for lines in [getattr(it, "_queue", None) for it in workers if isinstance(it, APILogWorker)]:
+            if not isinstance(lines, queue.Queue) or lines.qsize() <= _MOST_WAITING:  # another Prefect may have no queue
+                continue
+            with self._dropping, suppress(queue.Empty):
+                while lines.qsize() > _MOST_WAITING // 2:
+                    lines.get_nowait()
+                    lines.task_done()
+                    self._num_dropped += 1
+            get_run_logger().warning(
+                "%d log lines of this process were not sent to Prefect: too many wait, since its API is away or slow",
+                self._num_dropped,
+            )
+
+
+WAITING_LINES = WaitingLines()
 
 
 def is_outage(error: BaseException) -> bool:

@@ -4,8 +4,10 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from prefect.logging.handlers import APILogWorker
 from prefect_torch.tasks.gang import rank_logs
 from prefect_torch.tasks.gang.rank_logs import RankLog
+from prefect_torch.tasks.prefect_api import outage
 
 LINES = ["DEBUG:x:1", "epoch 1", "WARNING:x:2", "Traceback (most recent call last):", "  at x", "ValueError: no"]
 
@@ -30,6 +32,19 @@ def test_lines_that_were_withheld_have_their_levels_once_they_are_shown(logged):
     log.write_all()
     log.write(["ERROR:x:3"])
     assert logged() == [("INFO", "DEBUG:x:1"), ("INFO", "epoch 1"), ("WARNING", "WARNING:x:2"), ("ERROR", "ERROR:x:3")]
+
+
+def test_lines_that_prefects_api_does_not_take_do_not_fill_the_memory(logged, monkeypatch):
+    monkeypatch.setattr(outage, "_MOST_WAITING", 10)
+    monkeypatch.setattr(outage, "get_run_logger", lambda: logging.getLogger("run"))
+    waits = APILogWorker()  # it is not started, and sends nothing
+    monkeypatch.setattr(APILogWorker, "_instances", {0: waits})
+    monkeypatch.setattr(RankLog, "_log", lambda self, level, line: waits.send({"message": line}))
+    log = RankLog(0)
+    for number in range(25):
+        log.write([str(number)])
+    assert [item["message"] for item in waits._queue.queue] == [str(number) for number in range(18, 25)]
+    assert [text.split()[0] for _, text in logged()] == ["6", "12", "18"]
 
 
 @pytest.mark.parametrize(("lowest", "kept"), [(logging.INFO, []), (logging.WARNING, ["epoch 1"])])
