@@ -14,6 +14,7 @@ from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectEx
 from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import show_short
+from prefect_torch.tasks.gang.processes.fork_servers import check_interpreter
 from prefect_torch.tasks.options.run_form import plain_signature
 from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.tasks.prefect_api.final_state import call_for_result
@@ -42,6 +43,7 @@ class ShortTracebackFlow(Flow[P, R]):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Call the flow; see `prefect.Flow`."""
             __tracebackhide__ = True  # IPython and pytest leave out the frame; Python itself shows short ones, see below
+            check_interpreter()
             check_not_awaited(sys._getframe(1), self.fn.__name__)  # noqa: SLF001 - inspect reads the source of each frame
             shorten_logs()
             token = is_called.set(not kwargs.get("return_state", False))

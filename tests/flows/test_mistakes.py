@@ -301,3 +301,9 @@ def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
     record = logging.makeLogRecord({"msg": f"Finished in state {state}", "flow_name": "train"})
     assert FlowLogFilter().filter(record)
     assert record.getMessage() == """Finished in state Failed("it broke")"""
+
+
+def test_a_frozen_program_is_refused_before_it_starts_itself_as_if_it_were_python(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(RuntimeError, match="is a frozen program and no Python"):
+        train("trainings:train_epochs")

@@ -41,6 +41,15 @@ def python_command(module: str) -> list[str]:
     return [sys.executable, "-u", "-c", RUN, module]
 
 
+def check_interpreter() -> None:
+    """Raise RuntimeError in a frozen program (PyInstaller), which each command for Python would start once more."""
+    if getattr(sys, "frozen", False):
+        raise RuntimeError(
+            f"{sys.executable} is a frozen program and no Python, which ranks and Prefect's server are started by: "
+            "start the training in an environment with Python"
+        )
+
+
 def fill_closed_streams() -> None:
     """Let no pipe have the number of a standard stream that is closed (`2>&-`), which a new process would overwrite."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # noqa: PLR2004 - stderr
