@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 
 # A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by the error that Prefect raises in a
-# flow whose concurrency lease is lost: a subclass of asyncio's error in a private module.
+# flow whose concurrency lease is lost: a subclass of asyncio's error in a private module. A closed terminal counts as SIGTERM.
 TERMINATIONS = (TerminationSignal, KeyboardInterrupt, asyncio.CancelledError)
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 # After the grace: stopping ranks, one try of each write that is left, a request to Prefect.

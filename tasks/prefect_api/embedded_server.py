@@ -258,6 +258,8 @@ def _watch(process: "subprocess.Popen[Any]") -> None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
+    assert watcher.stdin is not None
+    close_in_forks(watcher.stdin.fileno())
     atexit.register(_release, watcher)  # runs before Prefect's own, which then stops the server
 
 
