@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.ckpt.text import show_some
-from prefect_torch.tasks.forks import close_here, close_in_forks
 
 from .driver_programs import ask_driver
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import prefect
 from prefect.settings import get_current_settings
-from prefect_torch.tasks.forks import close_here, close_in_forks
+from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 
 if TYPE_CHECKING:
     import subprocess

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
-from prefect_torch.tasks.forks import close_here, close_in_forks
+from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_database import migrated_by_one, newer_database

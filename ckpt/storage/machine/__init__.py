@@ -1,1 +1,1 @@
-"""Scratch directories, memory, processes and mounts of this machine, whatever the storage."""
+"""Scratch directories, memory, processes, descriptors and mounts of this machine, whatever the storage."""

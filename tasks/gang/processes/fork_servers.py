@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from prefect_torch.tasks.forks import close_here, close_in_forks
+from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
 
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked

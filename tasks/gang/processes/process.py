@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prefect_torch.tasks.forks import close_here, close_in_forks
+from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import Descriptors, environment_header
 
 from .fork_servers import ForkServer, fill_closed_streams

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from forked_programs import started_as_usual
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.tasks.forks import close_here
+from prefect_torch.ckpt.storage.machine.forks import close_here
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.gang.processes.fork_servers import ForkServer, ForkServers, ProcessContext, python_command
 from prefect_torch.tasks.gang.processes.process import RankProcess
