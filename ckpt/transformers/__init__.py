@@ -12,7 +12,8 @@ Needs the extra `transformers`; nothing else of this package imports this module
 from prefect_torch.ckpt.framework_folders import needs_extra
 
 with needs_extra("transformers", "transformers", "accelerate"):
-    from .callback import ReportCallback, prepare_trainer, resume_path
+    from .callback import ReportCallback, prepare_trainer
+    from .resumes import resume_path
 
 __all__ = [
     "ReportCallback",

@@ -1,9 +1,6 @@
 """The callback that reports a Trainer's checkpoints, and the path to resume from."""
 
-import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,19 +15,17 @@ from prefect_torch.ckpt.framework_folders import (
     check_first_step,
     check_world_size,
     part_of_rank,
-    restored_part,
 )
 from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import log_metrics, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
-from safetensors import safe_open
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from .resumes import ResumeCorrections, check_place, load_renamed_weights, resumed_from
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 _LOAD_BY_THEMSELVES = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-_resumed_from: Path | None = None
 
 
 class ReportCallback(TrainerCallback):
@@ -77,13 +72,14 @@ class ReportCallback(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002 - Transformers' signature
         model: object = None,
+        train_dataloader: object = None,
         **_: Any,
     ) -> None:
         """Begin to count at the Trainer's first step.
 
         Raises:
-            ValueError: If the Trainer is one that `prepare_trainer` refuses, or begins before the checkpoint that this attempt
-                continues or another Trainer's reports.
+            ValueError: If the Trainer is one that `prepare_trainer` refuses, begins before the checkpoint that this attempt
+                continues or another Trainer's reports, or would continue in a wrong epoch.
 
         """
         self._context = context_or_none()
@@ -98,8 +94,9 @@ class ReportCallback(TrainerCallback):
         _check_arguments(args, self._context)
         _warn_of_shared_folder(args, self._context)
         check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
-        if _resumed_from is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
-            load_renamed_weights(model, _resumed_from)
+        check_place(args, state, train_dataloader)
+        if (folder := resumed_from()) is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
+            load_renamed_weights(model, folder)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested.
@@ -163,7 +160,9 @@ class ReportCallback(TrainerCallback):
 def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     """Return `trainer` with a ReportCallback, its own or a new one; outside of a training function, return it unchanged.
 
-    A resume also restores what its callbacks have counted, such as the patience of EarlyStoppingCallback.
+    A resume continues in the epoch of the checkpoint. Where an epoch has another number of steps than before, as on another
+    number of ranks with the same batch per rank, an interrupted epoch begins again, with a warning. A resume also restores what
+    the Trainer's callbacks have counted in this run, such as the evaluations that EarlyStoppingCallback has waited for.
 
     Raises:
         ValueError: If it does not train on exactly the ranks that exist, ranks write to different directories, or it would
@@ -174,31 +173,12 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     if context is None:
         return trainer
     _check_arguments(trainer.args, context)
-    if not any(isinstance(callback, ReportCallback) for callback in trainer.callback_handler.callbacks):
+    kinds = set(map(type, trainer.callback_handler.callbacks))
+    if not any(issubclass(kind, ReportCallback) for kind in kinds):
         trainer.add_callback(ReportCallback())
-    trainer.args.restore_callback_states_from_checkpoint = True  # by default the Trainer begins to count anew
+    if ResumeCorrections not in kinds:
+        trainer.add_callback(ResumeCorrections(trainer))
     return trainer
-
-
-@contextmanager
-def resume_path() -> Iterator[str | None]:
-    """Yield the `resume_from_checkpoint` with which `trainer.train` resumes from the latest checkpoint, verified, or None.
-
-    It yields None on a fresh start and outside of a training function. The directory exists until the block ends, so train
-    within it.
-
-    Raises:
-        CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
-        CheckpointCorruptError: If a file differs from the committed one.
-
-    """
-    global _resumed_from  # noqa: PLW0603 - a rank is a process, and the callback does not receive it
-    with restored_part(CHECKPOINT_NAME, ReportCallback.__name__) as path:
-        _resumed_from = path
-        try:
-            yield None if path is None else str(path)
-        finally:
-            _resumed_from = None
 
 
 def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
@@ -258,26 +238,3 @@ def _warn_of_shared_folder(args: TrainingArguments, context: TrainContext) -> No
             'checkpoints: give each a directory of its own, such as f"output/{get_context().run_name}"',
             stacklevel=2,
         )
-
-
-def load_renamed_weights(model: object, folder: Path) -> None:
-    """Load the weights that `save_pretrained` stored in `folder` under other names than the `model` has for them.
-
-    `save_pretrained` renames them for older versions, and `from_pretrained` translates them back.
-    `Trainer.train(resume_from_checkpoint=)` does not: it warns, and continues with those weights as they were initialised
-    (https://github.com/huggingface/transformers/issues/43701). Costs the model once more in memory, and nothing where all
-    names are the same.
-    """
-    if not isinstance(model, PreTrainedModel):
-        return
-    if not _stored_names(folder) <= model.state_dict().keys():
-        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
-
-
-def _stored_names(folder: Path) -> set[str]:
-    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-        return set(json.loads(index.read_text())["weight_map"])
-    if not (weights := folder / SAFE_WEIGHTS_NAME).exists():  # adapters, or a format of a strategy that loads it itself
-        return set()
-    with safe_open(weights, framework="np") as file:
-        return set(file.keys())

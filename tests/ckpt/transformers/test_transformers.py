@@ -12,7 +12,8 @@ from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
-from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder, load_renamed_weights
+from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder
+from prefect_torch.ckpt.transformers.resumes import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer, weights
@@ -146,6 +147,89 @@ def test_a_resumed_training_with_early_stopping_stops_where_an_undisturbed_one_d
         fit_with_patience(Attempt(store), before=Before(5, end))
     assert store.latest().step == 4
     assert fit_with_patience(Attempt(store)) == 6
+
+
+class Impatient(EarlyStoppingCallback):
+    """Takes arguments that its state lacks."""
+
+    def __init__(self, patience, name):
+        super().__init__(patience, early_stopping_threshold=100)
+        self.name = name
+
+
+def test_a_resume_keeps_callbacks_as_they_are_made_and_restores_what_they_counted(store, tmp_path):
+    def fit_with(*callbacks, steps):
+        trainer = make_trainer(tmp_path / "output", max_steps=steps, save_steps=2, eval_steps=2, metric_for_best_model="loss")
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        with in_training(Attempt(store).session()), resume_path() as path:
+            prepare_trainer(trainer).train(resume_from_checkpoint=path)
+        return trainer.state.global_step
+
+    assert fit_with(Impatient(9, "first"), steps=4) == 4
+    raised, added = Impatient(3, "second"), EarlyStoppingCallback(50)
+    assert fit_with(raised, added, steps=50) == 8  # evaluations 2, 3 and 4 are no better than the first
+    assert (raised.name, raised.early_stopping_patience, raised.early_stopping_patience_counter) == ("second", 3, 3)
+    assert store.latest().step == 8
+
+
+def fit_until(attempt, step, output_dir, **arguments):
+    """Train up to `step`, where the training raises."""
+
+    def end():
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        fit(attempt, output_dir, before=Before(step, end), **arguments)
+
+
+def test_a_resume_with_fewer_steps_per_epoch_begins_the_interrupted_epoch_again(store, tmp_path):
+    """As on more ranks with the same batch per rank: the Trainer alone takes step 6 for the end, or repeats whole epochs."""
+    fit_until(Attempt(store), 7, tmp_path / "output", save_steps=3)
+    twice = {"per_device_train_batch_size": 32}
+    with pytest.warns(UserWarning, match=r"an epoch has 2 steps now.*step 6, epoch 1\.50.*begins epoch 1 again.*step 10"):
+        fit_until(Attempt(store), 9, tmp_path / "output", **twice)
+    with pytest.warns(UserWarning, match=r"step 9, epoch 2\.50.*begins epoch 2 again.*step 11"):
+        trainer = fit(Attempt(store), tmp_path / "output", **twice)
+    assert (trainer.state.global_step, trainer.state.epoch) == (11, 3)
+    reported = [(it.attempt, it.step, it.metrics["epoch"]) for it in store.list()]
+    assert reported == [(1, 3, 0.75), (1, 6, 1.5), (2, 9, 2.5), (3, 11, 3)]
+    assert all(entry["learning_rate"] > 0 for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_a_resume_with_more_steps_per_epoch_continues_with_the_next_one(store, tmp_path):
+    each_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    fit_until(Attempt(store), 3, tmp_path / "output", per_device_train_batch_size=32, **each_epoch)
+    with pytest.warns(UserWarning, match=r"step 2, epoch 1\.00: the training continues with epoch 1 and ends at step 10"):
+        fit(Attempt(store), tmp_path / "output", **each_epoch)
+    assert [(it.step, it.metrics["epoch"]) for it in store.list()] == [(2, 1), (6, 2), (10, 3)]
+    assert all("eval_loss" in manifest.metrics for manifest in store.list())
+
+
+def test_max_steps_counts_all_steps_whatever_the_number_per_epoch(store, tmp_path):
+    fit_until(Attempt(store), 7, tmp_path / "output", max_steps=12)
+    with pytest.warns(UserWarning, match="begins epoch 1 again and ends at step 12"):
+        trainer = fit(Attempt(store), tmp_path / "output", max_steps=12, per_device_train_batch_size=32)
+    assert (trainer.state.global_step, trainer.state.epoch) == (12, 4)
+
+
+def test_a_batch_of_all_ranks_that_stays_the_same_is_continued_exactly(store, tmp_path):
+    """Accumulated here, of several ranks elsewhere: the steps of an epoch are as many, and nothing is begun again."""
+    fit_until(Attempt(store), 7, tmp_path / "output")
+    trainer = fit(Attempt(store), tmp_path / "output", per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    assert (trainer.state.global_step, trainer.state.epoch) == (12, 3)
+
+
+def test_a_trainer_that_would_continue_in_a_wrong_epoch_is_refused(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", max_steps=6)
+    trainer = make_trainer(tmp_path / "output", per_device_train_batch_size=32)
+    trainer.add_callback(ReportCallback())  # without prepare_trainer
+    with (
+        as_rank(Attempt(store).session()),
+        resume_path() as path,
+        pytest.raises(ValueError, match=r"step 6, epoch 1\.50, had epochs of another number of steps.*prepare_trainer"),
+    ):
+        trainer.train(resume_from_checkpoint=path)
 
 
 def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store, tmp_path):

@@ -1,0 +1,214 @@
+"""Corrections for a Trainer that resumes: its place in the data, what its callbacks have counted, and renamed weights."""
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, restored_part
+from prefect_torch.ckpt.reporting.api import continues_own_run
+from safetensors import safe_open
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+_ROUNDING = 1e-6  # of an epoch's fraction times its steps
+_resumed_from: Path | None = None
+
+
+@contextmanager
+def resume_path() -> Iterator[str | None]:
+    """Yield the `resume_from_checkpoint` with which `trainer.train` resumes from the latest checkpoint, verified, or None.
+
+    It yields None on a fresh start and outside of a training function. The directory exists until the block ends, so train
+    within it.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint that this attempt continues is not one of ReportCallback.
+        CheckpointCorruptError: If a file differs from the committed one.
+
+    """
+    global _resumed_from  # noqa: PLW0603 - a rank is a process, and callbacks do not receive it
+    with restored_part(CHECKPOINT_NAME, "ReportCallback") as path:
+        _resumed_from = path
+        try:
+            yield None if path is None else str(path)
+        finally:
+            _resumed_from = None
+
+
+def resumed_from() -> Path | None:
+    """Return the directory that `resume_path` yields; None outside of its block, and on a fresh start."""
+    return _resumed_from
+
+
+@dataclass(frozen=True, slots=True)
+class EpochAgain:
+    """A resume that begins the interrupted epoch again, since the Trainer would not find its place there.
+
+    Steps count on from the saved one: reports, directories and logs stay in order.
+
+    Attributes:
+        epoch: The epoch that begins.
+        is_interrupted: Whether batches of it were used before.
+        num_ahead: How many epochs the Trainer counts more than that.
+        num_epochs: The Trainer's number of epochs.
+        max_steps: The step at which the training ends: the user's, or that at which all epochs are complete.
+
+    """
+
+    epoch: int
+    is_interrupted: bool
+    num_ahead: int
+    num_epochs: int
+    max_steps: int
+
+    @classmethod
+    def after(cls, state: TrainerState, args: TrainingArguments, steps_per_epoch: int) -> "EpochAgain | None":
+        """Return how to continue after `state` was saved; None if the Trainer, which divides its step, finds the place.
+
+        It does not if an epoch had another number of steps then, as with a batch of all ranks that depends on their number.
+        """
+        if state.global_step == math.floor(state.epoch * steps_per_epoch + _ROUNDING):
+            return None
+        epoch, counted = math.floor(state.epoch), state.global_step // steps_per_epoch
+        to_come = max(0, math.ceil((args.num_train_epochs - epoch) * steps_per_epoch))
+        max_steps = args.max_steps if args.max_steps > 0 else state.global_step + to_come
+        num_epochs = counted + math.ceil((max_steps - state.global_step) / steps_per_epoch)
+        return cls(epoch, state.epoch > epoch, counted - epoch, num_epochs, max_steps)
+
+
+class ResumeCorrections(TrainerCallback):
+    """Have `trainer` continue in the right epoch, with what its callbacks have counted; `prepare_trainer` adds it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._handler = trainer.callback_handler
+        self._skips_no_data = trainer.args.ignore_data_skip
+        self._again: EpochAgain | None = None
+        # It sees the data, with the size of the batch that the Trainer has chosen, before the Trainer computes where to begin.
+        compute = trainer.set_initial_training_values
+        trainer.set_initial_training_values = partial(self._plan, compute)  # type: ignore[method-assign]
+
+    def _plan(
+        self, compute: Callable[..., tuple[Any, ...]], args: TrainingArguments, dataloader: object, *others: object
+    ) -> tuple[Any, ...]:
+        num_epochs, steps_per_epoch, *between, max_steps = compute(args, dataloader, *others)
+        self._again = None
+        if (folder := resumed_from()) is not None and has_length(dataloader):
+            state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            self._again = EpochAgain.after(state, args, steps_per_epoch)
+            if self._again is not None:
+                num_epochs, max_steps = self._again.num_epochs, self._again.max_steps
+                if args.process_index == 0:
+                    _warn_of_epoch_again(self._again, state, steps_per_epoch)
+        args.ignore_data_skip = self._skips_no_data or self._again is not None
+        return num_epochs, steps_per_epoch, *between, max_steps
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
+        """Restore what the other callbacks have counted in this run, if the Trainer has resumed.
+
+        Raises:
+            ValueError: If it has not, though within `resume_path`, and was to begin an epoch again.
+
+        """
+        if self._again is not None and state.global_step == 0:
+            raise ValueError(
+                "the Trainer begins anew within resume_path(): give trainer.train() the resume_from_checkpoint that it yields, "
+                "or train after its block"
+            )
+        if state.global_step > 0:
+            if continues_own_run():
+                restore_counts(self._handler.callbacks, state)
+            add_new_callbacks(self._handler.callbacks, state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
+        """Correct the epoch that the Trainer has just computed."""
+        if self._again is not None:
+            state.epoch -= self._again.num_ahead
+
+
+def check_place(args: TrainingArguments, state: TrainerState, dataloader: object) -> None:
+    """Raise if a Trainer that `prepare_trainer` has not corrected continues elsewhere in its data than `state` was saved.
+
+    Raises:
+        ValueError: If it does.
+
+    """
+    if state.global_step == 0 or not has_length(dataloader):
+        return
+    again = EpochAgain.after(state, args, math.ceil(len(dataloader) / args.gradient_accumulation_steps))
+    if again is not None and not (args.ignore_data_skip and state.max_steps == again.max_steps):
+        raise ValueError(
+            f"the checkpoint of step {state.global_step}, epoch {state.epoch:.2f}, had epochs of another number of steps: "
+            "the Trainer would continue in a wrong one; give it to prepare_trainer(), which begins the interrupted epoch again"
+        )
+
+
+def _warn_of_epoch_again(again: EpochAgain, state: TrainerState, steps_per_epoch: int) -> None:
+    begins = f"begins epoch {again.epoch} again" if again.is_interrupted else f"continues with epoch {again.epoch}"
+    warnings.warn(
+        f"an epoch has {steps_per_epoch} steps now, which is not as many as before the checkpoint of step {state.global_step}, "
+        f"epoch {state.epoch:.2f}: the training {begins} and ends at step {again.max_steps}; it would continue exactly with an "
+        "unchanged batch of all ranks together, as by per_device_train_batch_size=BATCH // get_context().world_size",
+        stacklevel=2,
+    )
+
+
+def restore_counts(callbacks: Iterable[TrainerCallback], state: TrainerState) -> None:
+    """Set what the `callbacks` had counted when `state` was saved, such as the evaluations of EarlyStoppingCallback.
+
+    Their own arguments stay: the Trainer's `restore_callback_states_from_checkpoint` would make new ones with those of then.
+    """
+    all_stored: Any = state.stateful_callbacks  # a dict, once it is loaded
+    for name, of_name in _by_name(callbacks).items():
+        stored = all_stored.get(name, [])
+        newest = (stored if isinstance(stored, list) else [stored])[-len(of_name) :]  # the Trainer appends at each save
+        for callback, saved in zip(of_name, newest, strict=False):
+            for attribute, value in saved.get("attributes", {}).items():
+                setattr(callback, attribute, value)
+
+
+def add_new_callbacks(callbacks: Iterable[TrainerCallback], state: TrainerState) -> None:
+    """Add the `callbacks` that `state` lacks, for which the Trainer's next save would raise a KeyError."""
+    all_stored: Any = state.stateful_callbacks
+    for name, of_name in _by_name(callbacks).items():
+        states = [callback.state() for callback in of_name]
+        all_stored.setdefault(name, states if len(states) > 1 else states[0])
+
+
+def _by_name(callbacks: Iterable[TrainerCallback]) -> dict[str, list[Any]]:
+    by_name: dict[str, list[Any]] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            by_name.setdefault(type(callback).__name__, []).append(callback)
+    return by_name
+
+
+def load_renamed_weights(model: object, folder: Path) -> None:
+    """Load the weights that `save_pretrained` stored in `folder` under other names than the `model` has for them.
+
+    `save_pretrained` renames them for older versions, and `from_pretrained` translates them back.
+    `Trainer.train(resume_from_checkpoint=)` does not: it warns, and continues with those weights as they were initialised
+    (https://github.com/huggingface/transformers/issues/43701). Costs the model once more in memory, and nothing where all
+    names are the same.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    if not _stored_names(folder) <= model.state_dict().keys():
+        model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+
+
+def _stored_names(folder: Path) -> set[str]:
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    if not (weights := folder / SAFE_WEIGHTS_NAME).exists():  # adapters, or a format of a strategy that loads it itself
+        return set()
+    with safe_open(weights, framework="np") as file:
+        return set(file.keys())
