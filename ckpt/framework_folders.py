@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import scan_files
-from prefect_torch.ckpt.reporting.api import get_checkpoint, newest_step
+from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, newest_step
 from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
 CHECKPOINT_NAME = "checkpoint"
@@ -58,18 +58,20 @@ def check_world_size(who: str, size: int, context: TrainContext, advice: str = _
 def check_first_step(step: int, advice: str) -> None:
     """Raise if a framework's Trainer begins before the newest step of this training function.
 
+    It may begin anew from a checkpoint of another run, such as with the weights alone.
+
     Args:
         step: The step that the Trainer begins with.
         advice: How the Trainer receives a checkpoint: "give ...".
 
     Raises:
-        ValueError: If it begins before the checkpoint that this attempt continues, or before a report of another Trainer: its
-            own reports would be refused, or a restart would take them for those of the other Trainer.
+        ValueError: If it begins before the checkpoint of this run that the attempt continues, or before a report of another
+            Trainer: its own reports would be refused, or a restart would take them for those of the other Trainer.
 
     """
     if step >= newest_step():
         return
-    restored = get_checkpoint()
+    restored = get_checkpoint() if continues_own_run() else None
     if restored is not None and step < restored.step:
         raise ValueError(
             f"the training continues from {restored.path} at step {restored.step}, but the Trainer begins with step {step}; "
@@ -103,7 +105,11 @@ def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) 
 
 @contextmanager
 def part_of_rank(
-    folder: Path, context: TrainContext, link: Callable[[str, str], None] = os.symlink, below: str = CHECKPOINT_NAME
+    folder: Path,
+    context: TrainContext,
+    link: Callable[[str, str], None] = os.symlink,
+    below: str = CHECKPOINT_NAME,
+    left_out: Container[str] = (),
 ) -> Iterator[Checkpoint | None]:
     """Yield this rank's part of `folder`; the ranks' parts together are the whole directory.
 
@@ -116,12 +122,14 @@ def part_of_rank(
         link: Makes a link to a file. With the default an async report copies the files and does not change `folder`; with
             `os.link` it adopts them without a copy, for a temporary directory to which nothing is written again.
         below: The directory of the checkpoint that receives the content of `folder`; "" for none.
+        left_out: Files in `folder` that are not reported from this machine.
 
     Yields:
         None if no file is this rank's.
 
     """
-    paths = [path for path in scan_files(folder) if _owner(path, context) == context.world_rank] if folder.is_dir() else []
+    written = scan_files(folder) if folder.is_dir() else []
+    paths = [path for path in written if path not in left_out and _owner(path, context) == context.world_rank]
     if not paths:
         yield None
         return

@@ -165,7 +165,7 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def newest_step() -> int:
-    """Return the step of the newest report, or of the restored checkpoint before the first; -1 if there is none.
+    """Return the step of the newest report, or of the run's own restored checkpoint before the first; -1 if there is none.
 
     Raises:
         RuntimeError: Outside of a training function.

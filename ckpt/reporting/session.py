@@ -158,8 +158,8 @@ class RankSession:
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest report, or of the restored checkpoint before the first; -1 if there is none."""
-        return self._last_step
+        """The step of the newest report, or of the run's own restored checkpoint before the first; -1 if there is none."""
+        return self._last_step if self._num_reports or self.continues_own_run else -1
 
     @property
     def continues_own_run(self) -> bool:

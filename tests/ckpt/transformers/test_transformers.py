@@ -305,6 +305,35 @@ def test_a_resume_that_was_forgotten_is_refused(store, tmp_path):
         prepare_trainer(make_trainer(tmp_path / "output")).train()
 
 
+def test_a_trainer_may_begin_anew_from_a_checkpoint_of_another_run(store, tmp_path):
+    """As with its weights alone; the steps of the other run are no steps of this one, nor are the counts of its callbacks."""
+    patience = {"eval_steps": 1, "metric_for_best_model": "loss"}
+    fit(Attempt(store), tmp_path / "output", EarlyStoppingCallback(50, 100), max_steps=4, save_steps=4, **patience)
+    for resumes, steps in [(False, 2), (True, 6)]:
+        attempt = Attempt(CheckpointStore.open(tmp_path / f"resumes {resumes}", "run"))
+        attempt.restored = store.checkpoint(store.latest())
+        trainer = make_trainer(tmp_path / "output", max_steps=steps, save_steps=2, **patience)
+        trainer.add_callback(counting := EarlyStoppingCallback(50, 100))
+        with in_training(attempt.session()), resume_path() as path:
+            prepare_trainer(trainer).train(resume_from_checkpoint=path if resumes else None)
+        assert counting.early_stopping_patience_counter < 3
+        assert attempt.store.latest().step == steps
+
+
+def test_a_trainer_that_begins_anew_within_resume_path_and_has_other_epochs_is_refused(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", max_steps=6)
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    trainer = make_trainer(tmp_path / "output", per_device_train_batch_size=32)
+    with (
+        as_rank(attempt.session()),
+        resume_path(),
+        pytest.warns(UserWarning, match="begins epoch 1 again"),
+        pytest.raises(ValueError, match=r"begins anew within resume_path\(\)"),
+    ):
+        prepare_trainer(trainer).train()
+
+
 def test_a_second_trainer_in_a_function_is_refused_before_it_trains(store, tmp_path):
     with in_training(Attempt(store).session()):
         prepare_trainer(make_trainer(tmp_path / "first", max_steps=3)).train()
