@@ -23,12 +23,15 @@ from .moments import check_moments, crosses_multiple, is_accumulating, precedes_
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import (
+    begin_next_epoch,
     end_with_averages,
     has_stopped,
     leave_the_ended_epoch,
     refuse_finders,
+    reset_interrupted_epoch,
     set_up_data_again,
     set_up_epoch_again,
+    stop_early,
     warn_of_reading_ahead,
 )
 from .sigterm import SigtermAction
@@ -111,6 +114,7 @@ class ReportCallback(CheckpointCallback):
         self._is_due = False
         self._has_begun = False
         self._random_state: dict[str, Any] | None = None
+        self._resets_epoch = False
         self.reported_step = 0
 
     @property
@@ -158,9 +162,24 @@ class ReportCallback(CheckpointCallback):
         self._restore_random_state(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002 - Lightning's signature
-        """Restore the random state, too: with a strategy that shards, the Trainer loads only after `on_fit_start`."""
+        """Begin an interrupted epoch again on another number of ranks.
+
+        Restore the random state, too: with a strategy that shards, the Trainer loads only after `on_fit_start`.
+        """
         if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_interrupted_epoch(trainer, checkpoint)
             self._restore_random_state(trainer)
+
+    def _reset_interrupted_epoch(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        restored = self._continued(trainer)
+        if restored is None or self._context is None or restored.manifest.world_size == self._context.world_size:
+            return
+        if (epoch := reset_interrupted_epoch(checkpoint)) is not None:
+            self._resets_epoch = True
+            rank_zero_warn(
+                f"{restored.path} was reported within an epoch by {restored.manifest.world_size} ranks, and there are "
+                f"{self._context.world_size} now, whose batches have other samples: epoch {epoch} begins with its first batch"
+            )
 
     def _restore_random_state(self, trainer: Trainer) -> None:
         if self._continued(trainer) is not None:
@@ -189,8 +208,11 @@ class ReportCallback(CheckpointCallback):
         if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
             set_random_state(self._random_state)
             self._random_state = None
+        elif self._resets_epoch:
+            begin_next_epoch(trainer)
         else:
             leave_the_ended_epoch(trainer)
+        self._resets_epoch = False
         if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
             set_up_epoch_again(trainer, pl_module)
             warn_of_reading_ahead(trainer)
@@ -219,7 +241,8 @@ class ReportCallback(CheckpointCallback):
         if is_told or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._is_due = True
         if is_told and self._context.ends_soon() and not self._awaits_the_step(trainer):
-            self._is_terminating = trainer.should_stop = True
+            self._is_terminating = True
+            stop_early(trainer)
         if self._is_terminating or not precedes_validation(trainer):
             self._report_within_epoch(trainer)
 

@@ -31,10 +31,45 @@ def leave_the_ended_epoch(trainer: Trainer) -> None:
     loop = trainer.fit_loop
     if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not record it
         return
-    # With `max_steps`, the setter of FitLoop always says that it is restarting.
-    _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # a property
+    begin_next_epoch(trainer)
     loop.update_restart_stage()
     loop.epoch_progress.increment_completed()
+
+
+def reset_interrupted_epoch(checkpoint: dict[str, Any]) -> int | None:
+    """Have a Trainer that loads `checkpoint` begin the epoch again that it was saved within, or the next if no batch was left.
+
+    Without this, a resume on another number of ranks would count the batches used before, of other samples, as its own.
+
+    Returns:
+        The epoch that begins; None if the checkpoint was saved at the end of one.
+
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    if epochs["total"]["processed"] == epochs["total"]["started"]:
+        return None
+    if batches["total"]["completed"] < batches["total"]["processed"]:  # saved at the end of a batch, before it was counted
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    for counts in (epochs["total"], epochs["current"]):
+        counts.update(dict.fromkeys(counts, counts["started" if batches["is_last_batch"] else "processed"]))
+    batches["total"].update(dict.fromkeys(batches["total"], batches["total"]["processed"]))
+    batches["current"].update(dict.fromkeys(batches["current"], 0))
+    loops["state_dict"].pop("combined_loader", None)  # the positions of the dataloaders
+    return int(epochs["current"]["processed"])
+
+
+def begin_next_epoch(trainer: Trainer) -> None:
+    """Begin an epoch, though `max_steps` has the Trainer believe that it restarts within one."""
+    # The setter of FitLoop would say so again.
+    _Loop.restarting.fset(trainer.fit_loop, False)  # type: ignore[attr-defined]  # a property
+
+
+def stop_early(trainer: Trainer) -> None:
+    """Stop the Trainer after this batch, also before its `min_epochs` and `min_steps`, which would have it continue."""
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.should_stop = True
 
 
 def set_up_epoch_again(trainer: Trainer, module: LightningModule) -> None:

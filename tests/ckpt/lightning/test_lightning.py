@@ -112,6 +112,85 @@ def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_f
     assert same_ends(undisturbed, resumed, 1)
 
 
+class Recording(Regression):
+    """Records the first sample of each batch."""
+
+    def __init__(self, **ends) -> None:
+        super().__init__(**ends)
+        self.seen = []
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        return StatefulDataLoader(loader.dataset, batch_size=8) if self.ends.get("is_stateful") else loader
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, batch_idx, float(batch[1][0])))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_on_another_number(store, callback, model, **arguments):
+    """Resume from a checkpoint as of two ranks; return the Trainer and what it was warned of by this package."""
+    manifest = replace(store.latest(), world_size=2)
+    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, trainer = fit(Attempt(store), callback, model, **arguments)
+    return trainer, [str(it.message) for it in caught if "was reported within an epoch" in str(it.message)]
+
+
+def raise_boom():
+    raise ValueError("boom from the training")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 6 + 2 * BATCHES}])
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_on_another_number_of_ranks_an_interrupted_epoch_begins_again(store, length, is_stateful):
+    """The batches used before, of another share of the data each, are not counted as those of the new loader."""
+    undisturbed = Recording()
+    make_trainer(max_epochs=3).fit(undisturbed)
+    model = Recording(is_stateful=is_stateful, at_step=7, then=raise_boom)
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), ReportCallback(every_n_train_steps=6), model, **length)
+    assert store.latest().step == 6  # the second batch of epoch 1
+    model = Recording(is_stateful=is_stateful)
+    trainer, (warning,) = fit_on_another_number(store, ReportCallback(every_n_train_steps=6), model, **length)
+    assert re.search("by 2 ranks, and there are 1 now, .*: epoch 1 begins with its first batch", warning)
+    assert model.seen == undisturbed.seen[BATCHES:]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 6 + 2 * BATCHES)
+
+
+@pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 3 * BATCHES}])
+def test_on_another_number_of_ranks_a_training_continues_after_a_whole_epoch(store, length):
+    undisturbed = Recording()
+    make_trainer(max_epochs=3).fit(undisturbed)
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), model=Recording(at_step=6, then=raise_boom), **length)
+    model = Recording()
+    trainer, told = fit_on_another_number(store, None, model, **length)
+    assert told == []
+    assert model.seen == undisturbed.seen[BATCHES:]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 3 * BATCHES)
+
+
+@pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 3 * BATCHES}])
+def test_on_another_number_of_ranks_an_epoch_without_a_batch_left_is_not_begun_again(store, length):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    undisturbed = Recording()
+    make_trainer(max_epochs=3).fit(undisturbed)
+    fit(attempt, model=Recording(at_step=BATCHES - 1, then=end_soon), **length)
+    assert store.latest().step == BATCHES
+    model = Recording()
+    trainer, (warning,) = fit_on_another_number(store, None, model, **length)
+    assert "epoch 1 begins with its first batch" in warning
+    assert model.seen == undisturbed.seen[BATCHES:]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 3 * BATCHES)
+
+
 def test_a_checkpoint_of_before_random_states_were_stored_resumes(store):
     fit(Attempt(store), max_epochs=1)
     (manifest,) = store.list()
@@ -239,6 +318,19 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
 class GoingOn(Regression):
     def train_dataloader(self):
         return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
+
+
+@pytest.mark.parametrize("least", [{"min_epochs": 3}, {"min_steps": 10}])
+def test_a_training_about_to_be_ended_stops_whatever_it_must_train_at_least(store, least):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    _, trainer = fit(attempt, model=Regression(at_step=5, then=end_soon), **least)
+    assert trainer.global_step == store.latest().step == 6
+    _, trainer = fit(Attempt(store), **least)
+    assert trainer.current_epoch == 4
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
@@ -426,6 +518,18 @@ def test_a_resume_that_was_forgotten_is_refused(store):
         pytest.raises(ValueError, match=r"begins with step 0; give trainer\.fit\(\) the ckpt_path"),
     ):
         make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+
+
+def test_a_trainer_may_begin_anew_from_a_checkpoint_of_another_run(store, tmp_path):
+    """As with its weights alone; the steps of the other run are no steps of this one."""
+    fit(Attempt(store), max_epochs=2)
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    with in_training(attempt.session()):
+        make_trainer(callbacks=[ReportCallback()], max_epochs=1).fit(Regression())
+        with pytest.raises(ValueError, match=rf"has reported step {BATCHES}, and another Trainer begins with step 0"):
+            make_trainer(callbacks=[ReportCallback()]).fit(Regression())
+    assert committed(attempt.store) == [(BATCHES, 0)]
 
 
 def test_a_second_trainer_in_a_function_is_refused_before_it_trains(store):
