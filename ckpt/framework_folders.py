@@ -18,7 +18,7 @@ CHECKPOINT_NAME = "checkpoint"
 _AS_STARTED = "make it in the training function, with the environment as it is, and start it with no other launcher"
 # The names that Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed give to the files of one rank.
 _RANK_IN_NAME = re.compile(
-    r"(?:^rng_state_|^random_states_|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
+    r"(?:^rng_state_|^random_states_|^dl_state_dict(?:_\d+)?_rank|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
 )
 
 

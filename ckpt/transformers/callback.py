@@ -2,7 +2,6 @@
 
 import warnings
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
@@ -20,8 +19,8 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import log_metrics, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .folders import SavedFolders, output_dir
 from .resumes import ResumeCorrections, check_place, load_renamed_weights, resumed_from
 
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
@@ -62,6 +61,7 @@ class ReportCallback(TrainerCallback):
         self._upload: Upload = upload
         self._report_logs = report_logs
         self._context: TrainContext | None = None
+        self._folders: SavedFolders | None = None
         self._reported_step = 0
         self._ends = False
         self._saves_after_evaluation = False
@@ -93,6 +93,7 @@ class ReportCallback(TrainerCallback):
             return
         _check_arguments(args, self._context)
         _warn_of_shared_folder(args, self._context)
+        self._folders = SavedFolders(args, self._context, state.global_step)
         check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
         check_place(args, state, train_dataloader)
         if (folder := resumed_from()) is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
@@ -139,16 +140,17 @@ class ReportCallback(TrainerCallback):
             CheckpointNotFoundError: If it is not in the directory where the Trainer saves.
 
         """
-        if self._context is None or state.global_step == self._reported_step:
+        if self._context is None or self._folders is None or state.global_step == self._reported_step:
             return
         self._reported_step = state.global_step
-        folder = _output_dir(args) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folder = self._folders.folder(state.global_step)
         if state.is_world_process_zero and not folder.is_dir():
             raise CheckpointNotFoundError(f"the Trainer has saved, but there is no directory {folder}")
         PartialState().wait_for_everyone()  # the Trainer does not: other ranks may be writing
         progress = min(1.0, state.global_step / state.max_steps)
-        with part_of_rank(folder, self._context) as part:
+        with part_of_rank(folder, self._context, left_out=self._folders.left_out(folder)) as part:
             report(_metrics_of_step(state), part, step=state.global_step, progress=progress, upload=self._upload)
+        self._folders.rotate()
 
     def _log_what_is_saved(self, args: TrainingArguments, control: TrainerControl) -> None:
         if self._context is None or args.logging_strategy == "no":
@@ -211,11 +213,6 @@ def _numbers_and_texts(logs: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _output_dir(args: TrainingArguments) -> Path:
-    assert args.output_dir is not None  # TrainingArguments has replaced None
-    return Path(args.output_dir)
-
-
 def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
     check_world_size("Trainer", args.world_size, context)
     if args.enable_jit_checkpoint:
@@ -223,7 +220,7 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
             "enable_jit_checkpoint would keep a rank running when its termination is requested; leave it out: ReportCallback "
             "has the Trainer save before the training ends"
         )
-    folders: list[str] = gather_object([str(_output_dir(args).resolve())])
+    folders: list[str] = gather_object([str(output_dir(args).resolve())])
     for rank, folder in enumerate(folders):
         if folder != folders[0]:
             raise ValueError(f"rank 0 writes to {folders[0]} but rank {rank} to {folder}; give all ranks the same output_dir")
@@ -232,7 +229,7 @@ def _check_arguments(args: TrainingArguments, context: TrainContext) -> None:
 def _warn_of_shared_folder(args: TrainingArguments, context: TrainContext) -> None:
     """Warn in a trial of a sweep that writes to the same directory as the others: all trials run in one directory."""
     sweep, _, trial = context.run_name.rpartition("/")
-    if sweep and context.world_rank == 0 and trial not in str(_output_dir(args)):
+    if sweep and context.world_rank == 0 and trial not in str(output_dir(args)):
         warnings.warn(
             f"all trials of sweep {sweep!r} write to output_dir={args.output_dir!r}, and would report or delete each other's "
             'checkpoints: give each a directory of its own, such as f"output/{get_context().run_name}"',

@@ -1,11 +1,14 @@
 """A small ViT on scans of digits, with dropout, whose training is the same bit for bit whenever it is repeated."""
 
+import ctypes
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from exact_ends import write_end
+from prefect_torch.ckpt.context import set_context
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from rank_processes import joined
 from sklearn.datasets import load_digits
@@ -73,7 +76,39 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def take_own_machine(session, root, number):
+    """Be a machine of one rank, on which root / "output" is a directory of its own, by a mount that others do not see."""
+    rank = session.context.world_rank
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    session.context = replace(session.context, local_rank=0, node_rank=rank, local_world_size=1)
+    set_context(session.context)
+    for folder in (own := root / f"machine-{number}", shared := root / "output"):
+        folder.mkdir(exist_ok=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, bound = 0x20000, (1 << 14) | (1 << 18), 1 << 12  # sched.h, sys/mount.h
+    assert libc.unshare(new_mounts) == 0
+    assert libc.mount(b"none", b"/", None, private, None) == 0
+    assert libc.mount(str(own).encode(), str(shared).encode(), None, bound, None) == 0
+
+
+def train_on_machines(job, *place):
+    """Train on this rank as on a machine of its own: "killed on machines" at step 7, or "resumed on machines", on the other."""
+    is_first = job.startswith("killed")
+    with joined(*place) as session:
+        root, rank = Path(session.run.storage.url), session.context.world_rank
+        take_own_machine(session, root, rank if is_first else 1 - rank)
+        trainer = make_trainer(root / "output", 2, save_total_limit=2, save_on_each_node=is_first)
+        if is_first:
+            trainer.add_callback(Before(7, kill))
+        with resume_path() as path:
+            prepare_trainer(trainer).train(resume_from_checkpoint=path)
+
+
 def main(job, *place):
+    (train_on_machines if job.endswith("on machines") else train)(job, *place)
+
+
+def train(job, *place):
     """Train on this rank: "whole", "killed" before its step 9, or "resumed"."""
     with joined(*place) as session:
         context, root = session.context, Path(session.run.storage.url)

@@ -1,6 +1,8 @@
 """Transformers' own Trainer with the callback: one rank in this process, and two as processes."""
 
+import shutil
 import signal
+import subprocess
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -92,6 +94,30 @@ def test_the_trainers_own_folders_are_rotated_and_whole(trained, number):
     )
     own = trained[number] / "output/checkpoint-12"
     assert stored == {f"checkpoint/{path.name}": path.read_bytes() for path in own.iterdir()}
+
+
+def may_mount():
+    command = ["unshare", "--mount", "true"]
+    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="may not mount a directory for a rank alone")
+def test_machines_with_directories_of_their_own_report_what_they_have_written_and_rotate(tmp_path):
+    """Not reported: copies (`save_on_each_node`), and what an earlier attempt left. Then rank 0 is on the other machine."""
+    assert launch("transformers_models", ("killed on machines",), 2, tmp_path) == [-9, -9]
+    store = CheckpointStore.open(tmp_path, "run")
+    assert [manifest.step for manifest in store.list()] == [3, 6]
+    for number in range(2):
+        (left := tmp_path / f"machine-{number}/checkpoint-9").mkdir()
+        (left / "model.safetensors").write_bytes(b"as an earlier attempt left it")
+        (left / "model-00001-of-00002.safetensors").write_bytes(b"as an earlier attempt left it")
+    assert launch("transformers_models", ("resumed on machines",), 2, tmp_path) == [0, 0]
+    for manifest in store.list():
+        owners = {entry.path: entry.rank for entry in manifest.files}
+        assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/rng_state_1.pth": 1}
+        assert store.verify(manifest, level="digest") is None
+    for number in range(2):
+        assert {path.name for path in (tmp_path / f"machine-{number}").iterdir()} == {"checkpoint-9", "checkpoint-12"}
 
 
 def test_metrics_are_those_of_the_saved_step(trained):

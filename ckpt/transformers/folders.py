@@ -1,0 +1,79 @@
+"""The Trainer's directories on one machine: files that an earlier attempt left there, copies, and their rotation."""
+
+import re
+import shutil
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from prefect_torch.ckpt.context import TrainContext
+from prefect_torch.ckpt.files.folder import scan_files
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+_Version = tuple[int, int, int]  # of a file's content: inode, time, size
+
+
+def output_dir(args: TrainingArguments) -> Path:
+    """Return the directory that the Trainer writes to."""
+    assert args.output_dir is not None  # TrainingArguments has replaced None
+    return Path(args.output_dir)
+
+
+class SavedFolders:
+    """The directories `checkpoint-<step>` that a Trainer saves on this machine, which need not share them with the others.
+
+    Args:
+        args: The Trainer's arguments.
+        context: This rank's context.
+        step: The step that the Trainer begins with. An earlier attempt may have left directories of later steps, to which the
+            Trainer writes without deleting what they hold.
+
+    """
+
+    def __init__(self, args: TrainingArguments, context: TrainContext, step: int) -> None:
+        self._args, self._context = args, context
+        later = [folder for folder in self._folders() if _step_of(folder) > step]
+        self._left = {path: _version(path) for folder in later for path in folder.rglob("*") if path.is_file()}
+
+    def folder(self, step: int) -> Path:
+        """Return the directory of a step."""
+        return output_dir(self._args) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    def left_out(self, folder: Path) -> set[str]:
+        """Return the files in `folder` that are not reported from this machine; every rank calls it, once all have written.
+
+        They are those that the Trainer has not written since it began, and those that rank 0's machine has, too: copies, as of
+        `save_on_each_node`, or the same files in a shared directory.
+        """
+        paths = scan_files(folder) if folder.is_dir() else []
+        left = {path for path in paths if self._left.get(folder / path) == _version(folder / path)}
+        if self._context.local_world_size == self._context.world_size:
+            return left
+        reported = [sorted({*paths} - left)]  # of rank 0, next
+        broadcast_object_list(reported)
+        is_first_machine = self._context.world_rank == self._context.local_rank
+        return left if is_first_machine else left.union(reported[0])
+
+    def rotate(self) -> None:
+        """Delete the directories that the Trainer has rotated on rank 0's machine alone; every rank calls it after a save."""
+        if self._context.local_world_size == self._context.world_size or not self._args.save_total_limit:
+            return
+        kept = [[folder.name for folder in self._folders()]]
+        broadcast_object_list(kept)
+        if self._context.local_rank == 0 and not self._args.should_save:
+            for folder in self._folders():
+                if folder.name not in kept[0]:
+                    shutil.rmtree(folder, ignore_errors=True)  # as the Trainer does
+
+    def _folders(self) -> list[Path]:
+        return [path for path in output_dir(self._args).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step_of(path) >= 0]
+
+
+def _step_of(folder: Path) -> int:
+    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def _version(path: Path) -> _Version:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
