@@ -33,8 +33,9 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import get_checkpoint, report
 
 with needs_extra("accelerate", "accelerate"):
+    import torch
     from accelerate import Accelerator
-    from accelerate.utils import broadcast_object_list
+    from accelerate.utils import broadcast_object_list, load
 
 
 def report_state(
@@ -48,9 +49,10 @@ def report_state(
 ) -> None:
     """Report the files that `accelerator.save_state` writes, durable when this returns; every rank calls it, equally often.
 
-    The checkpoint holds `checkpoint/`: models, optimizers, schedulers, samplers, each rank's random state, and
-    all objects registered for checkpointing. Each rank reports its own files. With `automatic_checkpoint_naming` the
-    Accelerator writes to its own directory and rotates there as usual; otherwise to a temporary one.
+    The checkpoint holds `checkpoint/`: models, optimizers, schedulers, samplers, each rank's random state and its positions of
+    stateful data loaders, and all objects registered for checkpointing. Each rank reports its own files. With
+    `automatic_checkpoint_naming` the Accelerator writes to its own directory and rotates there as usual; otherwise to a
+    temporary one.
 
     Outside of a training function it warns and does nothing, so that the same script runs on its own.
 
@@ -77,7 +79,8 @@ def report_state(
     check_world_size("Accelerator", accelerator.num_processes, context)
     with _saved_state(accelerator, context, safe_serialization) as (folder, is_ours):
         accelerator.wait_for_everyone()  # save_state does not wait: other ranks may still be writing
-        with part_of_rank(folder, context, os.link if is_ours else os.symlink) as part:
+        others = _save_positions(accelerator, folder, context)
+        with part_of_rank(folder, context, os.link if is_ours else os.symlink, left_out=others) as part:
             report(metrics, part, step=step, progress=progress, upload=upload)
 
 
@@ -105,7 +108,42 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
         if folder is None:
             return None
         accelerator.load_state(str(folder), **arguments)
-    return get_checkpoint()
+        restored = get_checkpoint()
+        assert restored is not None
+        if restored.manifest.world_size == context.world_size:
+            _load_positions(accelerator, folder, context)
+    return restored
+
+
+def _save_positions(accelerator: Accelerator, folder: Path, context: TrainContext) -> set[str]:
+    """Write this rank's position of each stateful data loader to a file of its own; return the files that are rank 0's.
+
+    Accelerate has all ranks write it to one file: one rank's position, or a mixture, would be that of all. That file becomes
+    rank 0's, for Accelerate's own `load_state`.
+    """
+    loaders = _stateful_loaders(accelerator)
+    for name, loader in loaders.items():
+        torch.save(loader.state_dict(), folder / _of_rank(name, context))
+        if context.world_rank == 0:
+            torch.save(loader.state_dict(), folder / name)
+    return set() if context.world_rank == 0 else set(loaders)
+
+
+def _load_positions(accelerator: Accelerator, folder: Path, context: TrainContext) -> None:
+    for name, loader in _stateful_loaders(accelerator).items():
+        if (path := folder / _of_rank(name, context)).exists():  # not if it was reported before ranks had their own
+            loader.load_state_dict(load(path))
+
+
+def _stateful_loaders(accelerator: Accelerator) -> dict[str, Any]:
+    """Return the prepared data loaders that store a position, by the name of Accelerate's file of it."""
+    loaders: list[Any] = accelerator._dataloaders  # noqa: SLF001 - no public name has them all
+    names = ["dl_state_dict.bin", *(f"dl_state_dict_{number}.bin" for number in range(1, len(loaders)))]
+    return {name: it for name, it in zip(names, loaders, strict=False) if getattr(it, "use_stateful_dataloader", False)}
+
+
+def _of_rank(name: str, context: TrainContext) -> str:
+    return f"{name.removesuffix('.bin')}_rank{context.world_rank}.bin"
 
 
 @contextmanager

@@ -57,6 +57,20 @@ def test_each_rank_brings_what_it_owns_with_safetensors(trained):
             assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/random_states_1.pkl": 1}
 
 
+def test_each_rank_brings_and_gets_its_own_position_of_stateful_loaders(tmp_path):
+    for _ in range(2):
+        assert launch("accelerate_loops", ("within an epoch",), 2, tmp_path) == [0, 0]
+    (manifest,) = CheckpointStore.open(tmp_path, "run").list()
+    owners = {entry.path: entry.rank for entry in manifest.files if "dl_state_dict" in entry.path}
+    assert owners == {
+        "checkpoint/dl_state_dict.bin": 0,
+        "checkpoint/dl_state_dict_1.bin": 0,
+        **{f"checkpoint/dl_state_dict{number}_rank{rank}.bin": rank for number in ("", "_1") for rank in range(2)},
+    }
+    drawn = [[own for own, _ in torch.load(tmp_path / f"drawn-{rank}.pt")] for rank in range(2)]
+    assert drawn == [[1, 11], [2, 12]]
+
+
 def test_what_was_loaded_tells_where_to_go_on(store):
     _, loaded = called_in_training(Attempt(store), train, make_accelerator(), epochs=2)
     assert loaded is None

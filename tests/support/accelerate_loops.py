@@ -30,6 +30,37 @@ class Counter:
         self.batches = state["batches"]
 
 
+class Drawing(TensorDataset):
+    """Has a state of its own on each rank, as of a random augmentation."""
+
+    drawn = 0
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+def report_within_an_epoch(*place):
+    """Report after the first batch of stateful loaders, or write what is restored."""
+    with joined(*place) as session:
+        context = session.context
+        loading = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=loading)
+        data = [Drawing(torch.arange(32.0)) for _ in range(2)]
+        loaders = accelerator.prepare(*(DataLoader(each, batch_size=4) for each in data))
+        if load_state(accelerator) is None:
+            for number, (each, loader) in enumerate(zip(data, loaders, strict=True)):
+                each.drawn = 10 * number + context.world_rank + 1
+                next(iter(loader))
+            report_state(accelerator, {})
+        else:
+            restored = [(each, next(iter(loader))) for each, loader in zip(data, loaders, strict=True)]
+            drawn = [(each.drawn, batch[0].tolist()) for each, batch in restored]
+            torch.save(drawn, Path(session.run.storage.url, f"drawn-{context.world_rank}.pt"))
+
+
 def make_loader(batch_size=8):
     digits = load_digits()
     images = torch.tensor(digits.images[:64], dtype=torch.float32) / 16
@@ -84,7 +115,10 @@ def kill_before(last):
 
 
 def main(job, *place):
-    """Train on this rank: "whole", "killed" before its third epoch, or "resumed"."""
+    """Train on this rank: "whole", "killed" before its third epoch, or "resumed"; or report "within an epoch"."""
+    if job == "within an epoch":
+        report_within_an_epoch(*place)
+        return
     with joined(*place) as session:
         end = {"before_epoch": kill_before(2)} if job == "killed" else {}
         accelerator = make_accelerator()
