@@ -66,7 +66,7 @@ def test_wandb_continues_the_run_of_a_killed_trial(train, tmp_path):
                 if record.WhichOneof("record_type") == "run":
                     name = record.run.run_id
                 if record.WhichOneof("record_type") == "history":
-                    steps.append(record.history.step.num)
+                    steps += [it.value_json for it in record.history.item if "epoch" in (it.key, *it.nested_key)]
             print(path.parts[0], name, *steps)
     """
     first, second = (steps.split() for steps in " ".join(read_back(program, tmp_path)).split(" attempt-2 "))
