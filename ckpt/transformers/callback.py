@@ -78,11 +78,18 @@ class ReportCallback(TrainerCallback):
         """Begin to count at the Trainer's first step.
 
         Raises:
+            MemoryError: If the Trainer begins again, with a smaller batch (`auto_find_batch_size`), before a reported step.
             ValueError: If the Trainer is one that `prepare_trainer` refuses, begins before the checkpoint that this attempt
                 continues or another Trainer's reports, or would continue in a wrong epoch.
 
         """
         self._context = context_or_none()
+        if self._context is not None and args.auto_find_batch_size and self._reported_step > state.global_step:
+            raise MemoryError(
+                f"the memory did not suffice after step {self._reported_step} was reported, and auto_find_batch_size begins "
+                f"again at step {state.global_step}; give a smaller per_device_train_batch_size, or a restart to continue from "
+                "the checkpoint: FailureConfig(max_out_of_memory_failures=...)"
+            )
         self._reported_step = state.global_step
         self._ends = self._saves_after_evaluation = False
         if self._context is None:

@@ -232,6 +232,24 @@ def test_a_resume_with_more_steps_per_epoch_continues_with_the_next_one(store, t
     assert all("eval_loss" in manifest.metrics for manifest in store.list())
 
 
+def test_a_batch_that_gets_smaller_after_a_report_continues_from_it_after_a_restart(store, tmp_path):
+    """As `auto_find_batch_size` makes it; the Trainer alone would begin again with step 0 and weights that were trained."""
+    begun = []
+
+    def run_out():
+        begun.append(True)
+        if len(begun) < 3:
+            raise RuntimeError("CUDA out of memory.")
+
+    arguments = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "save_steps": 6, "num_train_epochs": 2}
+    with pytest.raises(MemoryError, match="after step 6 was reported, and auto_find_batch_size begins again at step 0"):
+        fit(Attempt(store), tmp_path / "output", before=Before(7, run_out), **arguments)
+    with pytest.warns(UserWarning, match=r"an epoch has 10 steps now.*epoch 0 again and ends at step 26"):
+        trainer = fit(Attempt(store), tmp_path / "output", before=Before(7, run_out), **arguments)
+    assert (trainer.state.global_step, trainer.state.epoch) == (26, 2)
+    assert [manifest.step for manifest in store.list()] == [6, 12, 18, 24, 26]
+
+
 def test_max_steps_counts_all_steps_whatever_the_number_per_epoch(store, tmp_path):
     fit_until(Attempt(store), 7, tmp_path / "output", max_steps=12)
     with pytest.warns(UserWarning, match="begins epoch 1 again and ends at step 12"):
