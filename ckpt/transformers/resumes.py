@@ -79,7 +79,8 @@ class EpochAgain:
         if state.global_step == math.floor(state.epoch * steps_per_epoch + _ROUNDING):
             return None
         epoch, counted = math.floor(state.epoch), state.global_step // steps_per_epoch
-        to_come = max(0, math.ceil((args.num_train_epochs - epoch) * steps_per_epoch))
+        is_complete = state.epoch >= args.num_train_epochs
+        to_come = 0 if is_complete else math.ceil((args.num_train_epochs - epoch) * steps_per_epoch)
         max_steps = args.max_steps if args.max_steps > 0 else state.global_step + to_come
         num_epochs = counted + math.ceil((max_steps - state.global_step) / steps_per_epoch)
         return cls(epoch, state.epoch > epoch, counted - epoch, num_epochs, max_steps)

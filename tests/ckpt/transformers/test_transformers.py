@@ -250,6 +250,13 @@ def test_a_batch_that_gets_smaller_after_a_report_continues_from_it_after_a_rest
     assert [manifest.step for manifest in store.list()] == [6, 12, 18, 24, 26]
 
 
+def test_a_complete_training_is_not_continued_with_other_epochs(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", num_train_epochs=1.5)
+    with pytest.warns(UserWarning, match="ends at step 6"):
+        trainer = fit(Attempt(store), tmp_path / "output", num_train_epochs=1.5, per_device_train_batch_size=32)
+    assert trainer.state.global_step == 6
+
+
 def test_max_steps_counts_all_steps_whatever_the_number_per_epoch(store, tmp_path):
     fit_until(Attempt(store), 7, tmp_path / "output", max_steps=12)
     with pytest.warns(UserWarning, match="begins epoch 1 again and ends at step 12"):
