@@ -90,6 +90,7 @@ SLOW = {
     "tasks/gang/test_gathering.py",
     "tasks/gang/test_gpus.py",
     "tasks/gang/test_link.py",
+    "tasks/gang/test_slurm.py",
     "tasks/prepare/test_batch_streams.py",
     "tasks/prepare/test_data_loader.py",
     "tasks/prepare/test_model.py",

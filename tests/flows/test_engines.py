@@ -147,7 +147,7 @@ def worker_of(nanny: psutil.Process) -> psutil.Process:
 
 @pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")
 def test_a_training_on_slurm(tmp_path, run, monkeypatch):
-    with slurm_cluster(tmp_path) as configuration:
+    with slurm_cluster(tmp_path, "n0") as configuration:
         monkeypatch.setenv("SLURM_CONF", configuration)
         cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, environment=WITHOUT_COMPILER)
         result = train("trainings:train_epochs", {"epochs": 1}, ScalingConfig(num_workers=2, cluster=cluster), run)
@@ -161,13 +161,13 @@ def test_a_training_outlives_slurmd_and_fails_clearly_without_its_only_machine(t
 
     def disturb():
         wait_until(store.list, "a checkpoint", 120)
-        psutil.Process(int((tmp_path / "slurmd.pid").read_text())).kill()
+        psutil.Process(int((tmp_path / "slurmd-n0.pid").read_text())).kill()
         reached = len(store.list())
         wait_until(lambda: len(store.list()) >= reached + 2, "two more checkpoints", 60)
         for agent in running("machine.agent", tmp_path):
             agent.kill()
 
-    with slurm_cluster(tmp_path) as configuration:
+    with slurm_cluster(tmp_path, "n0") as configuration:
         monkeypatch.setenv("SLURM_CONF", configuration)
         said = subprocess.run(["salloc", "--no-shell", "--nodes=1"], capture_output=True, text=True, check=True).stderr
         monkeypatch.setenv("SLURM_JOB_ID", re.search(r"job allocation (\d+)", said)[1])

@@ -104,16 +104,15 @@ HAS_SLURM = shutil.which("slurmctld") is not None and shutil.which("slurmd") is 
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[str]:
-    """Yield the configuration file of a cluster of one machine."""
+def slurm_cluster(folder: Path, *names: str) -> Iterator[str]:
+    """Yield the configuration file of a cluster of machines with these names, each of which is a slurmd."""
     host = socket.gethostname().partition(".")[0]
-    for name in ("state", "spool"):
+    for name in ("state", *(f"spool-{name}" for name in names)):
         (folder / name).mkdir()
     settings = {
         "ClusterName": "test",
         "SlurmctldHost": f"{host}({LOOPBACK})",
         "SlurmctldPort": free_port(),
-        "SlurmdPort": free_port(),
         "AuthType": "auth/none",
         "CredType": "cred/none",
         "MpiDefault": "none",
@@ -124,26 +123,29 @@ def slurm_cluster(folder: Path) -> Iterator[str]:
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "StateSaveLocation": folder / "state",
-        "SlurmdSpoolDir": folder / "spool",
+        "SlurmdSpoolDir": folder / "spool-%n",
         "SlurmctldPidFile": folder / "slurmctld.pid",
-        "SlurmdPidFile": folder / "slurmd.pid",
+        "SlurmdPidFile": folder / "slurmd-%n.pid",
     }
     file = folder / "slurm.conf"
     lines = [f"{name}={value}" for name, value in settings.items()]
-    lines.append(f"NodeName={host} NodeAddr={LOOPBACK} CPUs=2 State=UNKNOWN")
+    lines += [
+        f"NodeName={name} NodeHostname={host} NodeAddr={LOOPBACK} Port={free_port()} CPUs=2 State=UNKNOWN" for name in names
+    ]
     lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP")
     file.write_text("\n".join(lines) + "\n")
-    with (
-        program(folder / "slurmctld.txt", "slurmctld", "-D", "-f", str(file)),
-        program(folder / "slurmd.txt", "slurmd", "-D", "-f", str(file), SLURM_CONF=str(file)),
-    ):
-        environment = {**os.environ, "SLURM_CONF": str(file)}
+    environment = {**os.environ, "SLURM_CONF": str(file)}
 
-        def is_idle() -> bool:
-            asked = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
-            return asked.stdout.strip() == "idle"
+    def are_idle() -> bool:
+        asked = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=environment, capture_output=True, text=True, check=False)
+        return asked.stdout.split() == ["idle"] * len(names)
 
-        wait_until(is_idle, (folder / "slurmd.txt").read_text, 60)
+    with ExitStack() as stack:
+        stack.enter_context(program(folder / "slurmctld.txt", "slurmctld", "-D", "-f", str(file)))
+        for name in names:
+            slurmd = ["slurmd", "-D", "-N", name, "-f", str(file)]
+            stack.enter_context(program(folder / f"slurmd-{name}.txt", *slurmd, SLURM_CONF=str(file)))
+        wait_until(are_idle, lambda: [file.read_text() for file in folder.glob("slurmd-*.txt")], 60)
         yield str(file)
 
 

@@ -24,6 +24,13 @@ _POLL_S = 0.5
 _ANSWER_S = 30.0
 _QUEUE_S = 86400.0
 _ENDS_BY_ITSELF = {"", "COMPLETING"}
+# srun reads these as options: the layout of tasks in the job, or in the step that the flow runs in. With it, there
+# would not be one agent for each machine, or each would get one task's share of the CPUs and GPUs.
+_LAYOUT_OF_TASKS = (
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES",
+    "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK",
+    "SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_ARBITRARY_NODELIST",
+)  # fmt: skip
 
 
 class SlurmCluster(Cluster):
@@ -68,7 +75,8 @@ class SlurmCluster(Cluster):
         nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, in_job)
         program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
         name = None if in_job is not None else self._job_name()
-        command = shlex.join([*self._srun(nodes, wanted, name), *program])
+        without_layout = ["env", *(f"--unset={variable}" for variable in _LAYOUT_OF_TASKS)]
+        command = shlex.join([*without_layout, *self._srun(nodes, wanted, name), *program])
         agents.run(command if name is None else _watched(command, name, os.getpid()), ["Slurm"])
         try:
             yield

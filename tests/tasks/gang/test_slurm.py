@@ -1,0 +1,48 @@
+"""What a real Slurm of two machines, which are two slurmds of this one, lends in which case."""
+
+import re
+import subprocess
+
+import pytest
+from engine_servers import HAS_SLURM, LOOPBACK, slurm_cluster
+from prefect_servers import wait_until
+from prefect_torch.tasks import SlurmCluster
+from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.machine.gathering import gather
+
+pytestmark = pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), "n0", "n1") as file:
+        yield file
+
+
+@pytest.fixture(autouse=True)
+def slurm(configuration, monkeypatch):
+    """Have this process outside of a job; none is left in the end."""
+    monkeypatch.setenv("SLURM_CONF", configuration)
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")  # no rank is started
+    yield
+    answer("scancel", "--user=root")
+    wait_until(lambda: not answer("squeue", "--noheader"), "no job is left", 30)
+
+
+def answer(*command):
+    asked = subprocess.run(command, capture_output=True, text=True, check=True)
+    return asked.stdout + asked.stderr
+
+
+def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_has(monkeypatch):
+    """As a flow has them that `srun python flow.py` started."""
+    said = answer("salloc", "--no-shell", "--nodes=2")
+    job = re.search(r"job allocation (\d+)", said)[1]
+    step = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "1"}
+    for name, value in {**step, "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30)
+    with gather(cluster, MachineRequest(2, 2, use_gpu=False, avoid=frozenset())) as gathering:
+        machines = gathering.wait(lambda: None)
+        assert {machine.name for machine in machines} == {"n0", "n1"}
+        assert not gathering.missing()
