@@ -20,6 +20,7 @@ class MachineRequest:
         avoid: The names of machines that must not be lent: they were lost some minutes ago, or are in use.
         in_use: The machines of `avoid` that the training already uses; a cluster that tracks free resources may lend the rest
             of them.
+        avoids_for_s: After how many seconds the lost machines may be lent again: the request is not waited for any longer.
 
     """
 
@@ -28,6 +29,7 @@ class MachineRequest:
     use_gpu: bool
     avoid: frozenset[str]
     in_use: frozenset[str] = frozenset()
+    avoids_for_s: float = math.inf
 
     def slots_of_each(self, num_machines: int, given: int | None) -> int | None:
         """Return the number of ranks that each of `num_machines` machines takes: `given`, or an even share of all ranks.

@@ -48,7 +48,7 @@ class RayCluster(Cluster):
             "fewest": wanted.fewest,
             "most": wanted.most,
             "avoid": sorted(wanted.avoid - wanted.in_use),
-            "wait_s": self.longest_wait_s,
+            "wait_s": min(self.longest_wait_s, wanted.avoids_for_s),
         }
         run_client_process(agents, "ray_agents", f"Ray at {self.address}", order)
         yield

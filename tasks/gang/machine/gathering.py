@@ -90,7 +90,7 @@ class Gathering:
         """
         awaits_names = everyone and len(self._expected) > 1
         begun_s, enough_s = time.monotonic(), None
-        longest_s = max(_START_S, self._cluster.longest_wait_s)
+        longest_s = max(_START_S, min(self._cluster.longest_wait_s, self._wanted.avoids_for_s))
         while (now_s := time.monotonic()) - begun_s < longest_s:
             raise_if_requested()
             room = sum(machine.slots for machine in self._alive())

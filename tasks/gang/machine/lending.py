@@ -1,5 +1,6 @@
 """The machines of a training: all that are needed or none, kept while ranks fail on them; lost ones are avoided for a while."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,7 +110,7 @@ class Machines:
         in_use = frozenset(machine.name for machine in lease.machines)
         regrowth = Regrowth(
             self._cluster,
-            lambda: MachineRequest(1, missing, self._use_gpu, self._lost_lately() | in_use, in_use),
+            lambda: self._request(1, missing, self._lost_lately(), in_use),
             self._regrow_after_s,
         )
         try:
@@ -149,12 +150,17 @@ class Machines:
     def _lost_lately(self) -> frozenset[str]:
         return frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
 
+    def _request(self, fewest: int, most: int, lost: frozenset[str], in_use: frozenset[str] = frozenset()) -> MachineRequest:
+        """Return a request without the machines that were lost; it ends when these may be used again."""
+        ends_s = max((self._lost[name] + _AVOID_S for name in lost), default=math.inf)
+        return MachineRequest(fewest, most, self._use_gpu, lost | in_use, in_use, ends_s - time.monotonic())
+
     def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         avoid = self._lost_lately()
         wait_s = self._cluster.asks_for_s
         deadline_s = time.monotonic() + wait_s if self._cluster.waits_itself else None
         while True:
-            wanted = MachineRequest(self._fewest, self._most, self._use_gpu, avoid)
+            wanted = self._request(self._fewest, self._most, avoid)
             try:
                 with ExitStack() as tried:
                     lease = self._try(wanted, tried, raise_if_requested)
@@ -166,7 +172,8 @@ class Machines:
                     deadline_s = now_s + wait_s
                 if not avoid and now_s >= deadline_s:
                     raise
-                get_run_logger().warning("%s; the cluster is asked again", exc)
+                again = f", and may lend {', '.join(sorted(avoid))} again" if avoid else ""
+                get_run_logger().warning("%s; the cluster is asked again%s", exc, again)
             if avoid:
                 avoid = frozenset()  # a machine that was lost is better than none
             else:

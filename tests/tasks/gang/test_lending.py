@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -123,6 +124,33 @@ def test_a_machine_that_is_still_gone_after_minutes_is_left_out_again(monkeypatc
         machines._lost["gone"] = time.monotonic() - lending._AVOID_S - 1
         with machines.lend(lambda: None) as lease:
             assert [machine.name for machine in lease.machines] == ["here"]
+
+
+class Occupied(Cluster):
+    """A cluster in whose queue a request waits, since others have all machines but `gone`."""
+
+    kind: Literal["occupied"] = "occupied"
+    waits_itself = True
+
+    def lend(self, wanted, agents):
+        if "gone" in wanted.avoid:
+            agents.run("echo queued; sleep 600", ["other"])
+        else:
+            agents.run(f"exec {shlex.join([sys.executable, '-m', AGENT, *agents.arguments('gone', 1)])}", ["gone"])
+        return nullcontext()
+
+
+def test_a_request_without_a_lost_machine_is_waited_for_only_as_long_as_that_is_avoided(monkeypatch, caplog):
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(lending, "_AVOID_S", 0.5)
+    monkeypatch.setattr(gathering, "_START_S", 0.1)
+    monkeypatch.setattr(gathering, "_END_S", 0.1)
+    cluster = Occupied(leader_address="127.0.0.1", wait_s=86400)
+    with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines:
+        machines._lost["gone"] = time.monotonic()
+        with machines.lend(lambda: None) as lease:
+            assert lease.names == ("gone",)
+    assert re.search(r"other: its agent did not come within 0\.\d+ s.*is asked again, and may lend gone again", caplog.text)
 
 
 class Silent(Cluster):

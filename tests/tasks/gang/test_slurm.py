@@ -1,14 +1,19 @@
 """What a real Slurm of two machines, which are two slurmds of this one, lends in which case."""
 
+import logging
 import re
 import subprocess
+from contextlib import closing
 
 import pytest
 from engine_servers import HAS_SLURM, LOOPBACK, slurm_cluster
 from prefect_servers import wait_until
 from prefect_torch.tasks import SlurmCluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.machine import gathering as gathering_module
+from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.gang.machine.lending import Machines
 
 pytestmark = pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")
 
@@ -24,6 +29,7 @@ def slurm(configuration, monkeypatch):
     """Have this process outside of a job; none is left in the end."""
     monkeypatch.setenv("SLURM_CONF", configuration)
     monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")  # no rank is started
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
     yield
     answer("scancel", "--user=root")
     wait_until(lambda: not answer("squeue", "--noheader"), "no job is left", 30)
@@ -46,3 +52,21 @@ def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_
         machines = gathering.wait(lambda: None)
         assert {machine.name for machine in machines} == {"n0", "n1"}
         assert not gathering.missing()
+
+
+def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(monkeypatch, caplog):
+    """A request may wait in the queue for a day."""
+    monkeypatch.setattr(lending, "_AVOID_S", 2.0)
+    monkeypatch.setattr(gathering_module, "_START_S", 0.5)
+    answer("scontrol", "update", "nodename=n1", "state=drain", "reason=test")
+    try:
+        with closing(Machines(SlurmCluster(leader_address=LOOPBACK), 1, 1, use_gpu=False)) as machines:
+            with machines.lend(lambda: None) as lease:
+                assert lease.names == ("n0",)
+                lease.machines[0].release()
+            with machines.lend(lambda: None) as lease:
+                assert lease.names == ("n0",)
+    finally:
+        answer("scontrol", "update", "nodename=n1", "state=resume")
+    assert "queued and waiting for resources" in caplog.text
+    assert "the cluster is asked again, and may lend n0 again" in caplog.text
