@@ -17,7 +17,7 @@ class MachineRequest:
         fewest: The smallest number of ranks with which the attempt can start.
         most: The number of ranks that it has if the machines suffice.
         use_gpu: Whether each rank needs a GPU.
-        avoid: The names of machines that must not be lent: they were lost some minutes ago, or are in use.
+        avoid: The names of machines that must not be lent: they were lost or failed some minutes ago, or are in use.
         in_use: The machines of `avoid` that the training already uses; a cluster that tracks free resources may lend the rest
             of them.
         avoids_for_s: After how many seconds the lost machines may be lent again: the request is not waited for any longer.

@@ -1,10 +1,12 @@
-"""The machines of a training: all that are needed or none, kept while ranks fail on them; lost ones are avoided for a while."""
+"""The machines of a training: all that are needed or none, kept while ranks fail on them; bad ones are avoided for a while."""
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
@@ -42,6 +44,10 @@ class Lease:
         """The names of the machines."""
         return tuple(machine.name for machine in self.machines)
 
+    def name_of(self, rank: int) -> str:
+        """Return the name of the machine of a rank: neighbouring ranks share one."""
+        return self.names[bisect_right(list(accumulate(self.num_ranks)), rank)]
+
 
 class Machines:
     """The machines that a cluster lends to a training, from one attempt to the next; `close` releases those that are kept.
@@ -62,6 +68,7 @@ class Machines:
         self._lost: dict[str, float] = {}
         self._kept: tuple[ExitStack, Lease] | None = None  # between two attempts
         self._num_faults = 0  # consecutive failures of the infrastructure on the current machines
+        self._suspect: tuple[str, int] | None = None  # a machine, and how many consecutive attempts its ranks alone have ended
 
     @contextmanager
     def lend(self, raise_if_requested: Callable[[], None]) -> Iterator[Lease]:
@@ -70,7 +77,8 @@ class Machines:
         They are released at the end of the context, unless a rank has failed while no machine is lost and the number of ranks
         is the largest possible. Then the next context gets the same machines, whose agents need neither be started again nor
         import anything. After two consecutive failures of the infrastructure, a machine may be the cause, so the machines are
-        released as well.
+        released as well. If both were failures of ranks of one and the same machine, and of no other, it is avoided like one
+        that was lost.
 
         Args:
             raise_if_requested: Called repeatedly while this waits.
@@ -87,7 +95,8 @@ class Machines:
             try:
                 yield lease
             except RankFailedError as exc:
-                if self._is_to_keep(lease, exc):
+                is_bad = self._record_fault(lease, exc)
+                if self._is_to_keep(lease, exc) and not is_bad:
                     self._kept = (lent.pop_all(), lease)
                 raise
             finally:
@@ -139,6 +148,28 @@ class Machines:
             return False
         is_whole = sum(lease.num_ranks) == self._most and not self._record_losses(lease)
         return is_whole and self._num_faults < _MOST_FAULTS
+
+    def _record_fault(self, lease: Lease, failure: RankFailedError) -> bool:
+        """Avoid a machine whose ranks alone fail again, such as one with a bad GPU; return whether there is one."""
+        if failure.kind in _OF_THE_FUNCTION:
+            self._suspect = None
+        ranks = {it.rank for it in (failure, *failure.others)}
+        if failure.kind != "infrastructure" or None in ranks or len(lease.machines) == 1:
+            return False
+        name, *others = {lease.name_of(rank) for rank in ranks if rank is not None}
+        if others:
+            self._suspect = None
+            return False
+        number = 1 + (self._suspect[1] if self._suspect is not None and self._suspect[0] == name else 0)
+        self._suspect = name, number
+        if number < _MOST_FAULTS:
+            return False
+        self._lost[name] = time.monotonic()
+        get_run_logger().warning(
+            "machine %s is avoided for %.0f minutes: only its ranks failed first in %d consecutive attempts; look at its GPUs, "
+            "memory and disk", name, _AVOID_S / 60, number,
+        )  # fmt: skip
+        return True
 
     def _record_losses(self, lease: Lease) -> bool:
         """Record machines that are lost, cut off from others or terminated, to avoid them; return whether there are any."""
@@ -207,7 +238,7 @@ def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:
 
 def _shortage(wanted: MachineRequest, machines: Sequence[RemoteMachine], missing: list[str]) -> str:
     there = [f"{machine.name}: {machine.slots}" for machine in machines]
-    avoided = [f"{name}: lost some minutes ago" for name in sorted(wanted.avoid)]
+    avoided = [f"{name}: avoided, since it was lost or its ranks failed some minutes ago" for name in sorted(wanted.avoid)]
     room = sum(machine.slots for machine in machines)
     reasons = "; ".join([*there, *missing, *avoided]) or "no machine"
     return f"{_ranks(wanted)} wanted, the cluster has room for {room}: {reasons}; {_remedy(wanted)}"

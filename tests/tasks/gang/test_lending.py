@@ -104,6 +104,28 @@ def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
             assert second.name not in lease.names
 
 
+def failed_on(machines, *ranks):
+    """Return the machines of an attempt in which these ranks failed by themselves, the first one first."""
+    with suppress(RankFailedError), machines.lend(lambda: None) as lease:
+        first, *others = (RankFailedError(f"rank {rank} failed", rank, "infrastructure") for rank in ranks)
+        first.others = tuple(others)
+        raise first
+    return lease.names
+
+
+def test_a_machine_whose_ranks_alone_fail_again_is_avoided(monkeypatch, caplog):
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    cluster = Hosts(["a", "b"], **{**HERE, "ranks_per_host": 2})
+    with closing(Machines(cluster, 2, 3, use_gpu=False)) as machines:
+        for ranks in [(0,), (2,), (0,), (2, 0), (2,)]:  # no machine alone, twice in a row
+            assert failed_on(machines, *ranks) == ("a", "b")
+        assert "is avoided" not in caplog.text
+        assert failed_on(machines, 2) == ("a", "b")
+        assert "machine b is avoided for 5 minutes" in caplog.text
+        with machines.lend(lambda: None) as lease:
+            assert lease.names == ("a",)
+
+
 class WithoutOne(Cluster):
     """A cluster that refuses every request for a machine that is gone, as Slurm does within a job."""
 
