@@ -206,6 +206,8 @@ class _Leader:
                     recorder.on_request = partial(self._decide, key_value)
                     value = gang.run(key_value, recorder, termination)
                     self.regrows = gang.is_cut_short and not self._is_stopped
+                    if regrowth is not None:
+                        regrowth.is_used = self.regrows
                     if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
                         start.source_pin.remove()
                     return value

@@ -46,7 +46,7 @@ class Hosts(Cluster):
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Run the command for every host that is not to be avoided."""
-        slots = wanted.slots_of_each(len(self.hosts), self.ranks_per_host)
+        slots = wanted.slots_of_each(len(self.hosts) - len(wanted.in_use), self.ranks_per_host)
         for host in self.hosts:
             if host not in wanted.avoid:
                 program = [self.python, "-m", AGENT, *agents.arguments(host, slots)]

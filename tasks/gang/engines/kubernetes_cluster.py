@@ -77,6 +77,7 @@ class KubernetesCluster(Cluster):
             pod_spec=self.pod_spec,
             container_spec=self.container_spec,
             owner=cluster.own_reference(),
+            suffix=f"+{len(wanted.in_use)}" if wanted.in_use else "",
         )
         for number in range(pods.num_pods):
             agents.expect(pod_name(number))

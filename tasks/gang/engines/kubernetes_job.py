@@ -29,6 +29,7 @@ class AgentPods:
         owner: A reference to the flow's pod, with which Kubernetes deletes the Job; None without an owner.
         pod_spec: More fields of a pod; lists are appended to those made here.
         container_spec: More fields of its container, likewise.
+        suffix: The end of the agents' names; another one for each Job of an attempt, since their pods may share machines.
 
     """
 
@@ -44,6 +45,7 @@ class AgentPods:
     owner: Mapping[str, str] | None
     pod_spec: Mapping[str, Any] = field(default_factory=dict)
     container_spec: Mapping[str, Any] = field(default_factory=dict)
+    suffix: str = ""
 
 
 def job(pods: AgentPods) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def machine_of(agent: str) -> str:
 
 def pod_of(agent: str) -> str:
     """Return the name of the pod in which the agent of this name runs."""
-    return pod_name(agent.rpartition("/")[2])
+    return pod_name(agent.rpartition("/")[2].partition("+")[0])
 
 
 def pod_name(index: int | str) -> str:
@@ -136,7 +138,7 @@ def _container(pods: AgentPods) -> dict[str, Any]:
         "name": "agent",
         "image": pods.image,
         "command": ["python", "-m", AGENT],
-        "args": [*pods.arguments, "--name", "$(NODE_NAME)/$(INDEX)"],
+        "args": [*pods.arguments, "--name", f"$(NODE_NAME)/$(INDEX){pods.suffix}"],
         "env": [
             {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
             {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},

@@ -67,6 +67,7 @@ class Machines:
         self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
         self._lost: dict[str, float] = {}
         self._kept: tuple[ExitStack, Lease] | None = None  # between two attempts
+        self._more: tuple[ExitStack, tuple[RemoteMachine, ...]] | None = None  # lent while an attempt ran, for the next one
         self._num_faults = 0  # consecutive failures of the infrastructure on the current machines
         self._suspect: tuple[str, int] | None = None  # a machine, and how many consecutive attempts its ranks alone have ended
 
@@ -78,7 +79,7 @@ class Machines:
         is the largest possible. Then the next context gets the same machines, whose agents need neither be started again nor
         import anything. After two consecutive failures of the infrastructure, a machine may be the cause, so the machines are
         released as well. If both were failures of ranks of one and the same machine, and of no other, it is avoided like one
-        that was lost.
+        that was lost. If the attempt has ended to go on with more ranks, the next context gets its machines and the new ones.
 
         Args:
             raise_if_requested: Called repeatedly while this waits.
@@ -94,6 +95,7 @@ class Machines:
                 self._num_faults = 0
             try:
                 yield lease
+                self._keep_with_more(lent, lease)
             except RankFailedError as exc:
                 is_bad = self._record_fault(lease, exc)
                 if self._is_to_keep(lease, exc) and not is_bad:
@@ -101,6 +103,7 @@ class Machines:
                 raise
             finally:
                 self._record_losses(lease)
+                self._release_more()
 
     def close(self) -> None:
         """Release the machines that are kept between two attempts; no effect if there are none."""
@@ -111,7 +114,10 @@ class Machines:
 
     @contextmanager
     def look_for_more(self, lease: Lease) -> Iterator[Regrowth | None]:
-        """Ask the cluster, within the context, for room for the ranks that `lease` lacks; yield None if it is not asked."""
+        """Ask the cluster, within the context, for room for the ranks that `lease` lacks; yield None if it is not asked.
+
+        The machines that it lends are released at the end, unless `Regrowth.is_used`.
+        """
         missing = self._most - sum(lease.num_ranks)
         if self._regrow_after_s is None or not missing:
             yield None
@@ -124,6 +130,8 @@ class Machines:
         )
         try:
             yield regrowth
+            if regrowth.is_used:
+                self._more = regrowth.hand_over(), regrowth.machines
         finally:
             regrowth.stop()
 
@@ -138,6 +146,25 @@ class Machines:
         self._kept = None
         lent.push(held.pop_all())
         return lease
+
+    def _keep_with_more(self, lent: ExitStack, lease: Lease) -> None:
+        """Keep the machines of an attempt together with those that were lent meanwhile; in a queue, others would get both."""
+        if self._more is None:
+            return
+        held, more = self._more
+        machines = (*lease.machines, *more)
+        has_twice = len({machine.name for machine in machines}) < len(machines)  # two agents, which nothing tells apart
+        if has_twice or self._record_losses(lease):
+            return
+        self._more = None
+        lent.push(held)
+        self._kept = lent.pop_all(), _lease(lease.host, machines, self._most)
+
+    def _release_more(self) -> None:
+        if self._more is not None:
+            held, _ = self._more
+            self._more = None
+            held.close()
 
     def _is_to_keep(self, lease: Lease, failure: RankFailedError) -> bool:
         if failure.kind in _OF_THE_FUNCTION:
@@ -214,18 +241,23 @@ class Machines:
     def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         gathering = tried.enter_context(gather(self._cluster, wanted, prepares=True))
         machines = gathering.wait(raise_if_requested)
-        num_ranks = _fill(machines, wanted.most)
-        if sum(num_ranks) < wanted.fewest:
+        if sum(machine.slots for machine in machines) < wanted.fewest:
             if gathering.counted is not None and gathering.counted[1] < wanted.fewest:
                 raise NotEnoughMachinesError(
                     f"{_ranks(wanted)} wanted, the cluster has {gathering.counted[0]}; {_remedy(wanted)}"
                 )
             raise NotEnoughMachinesError(_shortage(wanted, machines, gathering.missing()))
-        used = sum(number > 0 for number in num_ranks)
-        for machine in machines[used:]:
-            machine.release()
-        watch_each_other(machines[:used])
-        return Lease(gathering.host, machines[:used], tuple(num_ranks[:used]))
+        return _lease(gathering.host, machines, wanted.most)
+
+
+def _lease(host: str, machines: tuple[RemoteMachine, ...], most: int) -> Lease:
+    """Return a lease of the first machines that suffice for `most` ranks, and release the others."""
+    num_ranks = _fill(machines, most)
+    used = sum(number > 0 for number in num_ranks)
+    for machine in machines[used:]:
+        machine.release()
+    watch_each_other(machines[:used])
+    return Lease(host, machines[:used], tuple(num_ranks[:used]))
 
 
 def _fill(machines: Sequence[RemoteMachine], most: int) -> list[int]:

@@ -40,6 +40,7 @@ class Neighbours:
         self.port: int | None = None
         self._changed = changed
         self._unreached: set[str] = set()
+        self._watched: set[tuple[str, str, int]] = set()
         self._changing = threading.Lock()
         with suppress(OSError, RuntimeError):  # no descriptor or thread is left
             server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -47,13 +48,16 @@ class Neighbours:
             self.port = server.getsockname()[1]
 
     def watch(self, machines: Sequence[tuple[str, str, int]]) -> None:
-        """Watch other machines until this process ends.
+        """Watch other machines, besides those of earlier calls, until this process ends.
 
         Args:
             machines: The name, the address and the port of each.
 
         """
         for name, address, port in machines:
+            if (name, address, port) in self._watched:
+                continue
+            self._watched.add((name, address, port))
             with suppress(RuntimeError):  # no thread is left
                 threading.Thread(target=self._watch, args=(name, (address, port)), name=f"reach-{name}", daemon=True).start()
 

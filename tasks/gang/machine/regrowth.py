@@ -2,7 +2,9 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import copy_context
+from typing import TYPE_CHECKING
 
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
@@ -10,9 +12,12 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 from .gathering import gather
 
+if TYPE_CHECKING:
+    from .machine import RemoteMachine
+
 
 class Regrowth:
-    """Asks a cluster for the machines that an attempt lacks, until it lends some; these are held until `stop`.
+    """Asks a cluster for the machines that an attempt lacks, until it lends some; these are held until `stop` or `hand_over`.
 
     Only a request for machines gets a reliable answer from every engine: others may take resources that are counted as free.
     On the lent machines, agents are started but no ranks.
@@ -23,21 +28,34 @@ class Regrowth:
         every_s: The seconds before the first request to the cluster, and between two requests.
 
     Attributes:
-        room: For how many more ranks there is room; 0 until the cluster lends machines.
+        machines: The machines that the cluster has lent.
+        is_used: Whether the attempt has ended for another one that uses these machines; to be set before its end.
 
     """
 
     def __init__(self, cluster: Cluster, wanted: Callable[[], MachineRequest], every_s: float) -> None:
-        self.room = 0
+        self.machines: tuple[RemoteMachine, ...] = ()
+        self.is_used = False
+        self._held = ExitStack()  # releases the machines
         self._cluster, self._wanted, self._every_s = cluster, wanted, every_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=copy_context().run, args=(self._ask,), name="regrowth", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop asking, and return when the machines that were lent are released."""
+    @property
+    def room(self) -> int:
+        """For how many more ranks there is room; 0 until the cluster lends machines."""
+        return sum(machine.slots for machine in self.machines)
+
+    def hand_over(self) -> ExitStack:
+        """Stop asking, and return the context whose end releases the machines that were lent."""
         self._stopped.set()
         self._thread.join()
+        return self._held.pop_all()
+
+    def stop(self) -> None:
+        """Stop asking, and return when the machines that were lent, and not handed over, are released."""
+        self.hand_over().close()
 
     def _ask(self) -> None:
         while not self._stopped.wait(self._every_s):
@@ -50,11 +68,13 @@ class Regrowth:
                 get_run_logger().warning("the cluster could not be asked for more machines: %s", exc)
 
     def _hold_more(self) -> bool:
-        """Return False if the cluster has no more machines; otherwise hold them, and return True after `stop`."""
-        with gather(self._cluster, self._wanted()) as gathering:
-            room = sum(machine.slots for machine in gathering.wait(self._raise_if_stopped))
-            self.room = room
-            return room > 0 and self._stopped.wait()
+        """Return whether the cluster has lent more machines, which are held from then on."""
+        with ExitStack() as lent:
+            machines = lent.enter_context(gather(self._cluster, self._wanted(), prepares=True)).wait(self._raise_if_stopped)
+            if machines:
+                self._held.push(lent.pop_all())
+                self.machines = machines
+        return bool(machines)
 
     def _raise_if_stopped(self) -> None:
         if self._stopped.is_set():

@@ -126,6 +126,36 @@ def test_a_machine_whose_ranks_alone_fail_again_is_avoided(monkeypatch, caplog):
             assert lease.names == ("a",)
 
 
+def test_an_attempt_that_ends_for_more_ranks_has_its_machines_and_the_new_ones_next(tmp_path):
+    """In a queue, others would get what is released."""
+    cluster = Hosts(["a", "b"], **{**HERE, "ranks_per_host": None, "command": f"test -e {tmp_path}/{{host}} && exec {{agent}}"})
+    (tmp_path / "a").touch()
+    with closing(Machines(cluster, 1, 4, use_gpu=False, regrow_after_s=0.01)) as machines:
+        with machines.lend(lambda: None) as lease:
+            with machines.look_for_more(lease) as regrowth:
+                (tmp_path / "b").touch()
+                wait_until(lambda: regrowth.room, "another machine is lent")
+                regrowth.is_used = True
+            (first,), (more,) = lease.machines, regrowth.machines
+        with machines.lend(lambda: None) as lease:
+            assert lease.machines == (first, more)
+            assert lease.num_ranks == (2, 2)
+            assert (first.lost, more.lost) == (None, None)
+            assert len(agents()) == 2
+    assert not agents()
+
+
+def test_machines_that_are_lent_while_an_attempt_fails_are_released(tmp_path):
+    cluster = Hosts(["a", "b"], **{**HERE, "command": f"test -e {tmp_path}/{{host}} && exec {{agent}}"})
+    (tmp_path / "a").touch()
+    with closing(Machines(cluster, 1, 2, use_gpu=False, regrow_after_s=0.01)) as machines:
+        with suppress(RankFailedError), machines.lend(lambda: None) as lease, machines.look_for_more(lease) as regrowth:
+            (tmp_path / "b").touch()
+            wait_until(lambda: regrowth.room, "another machine is lent")
+            raise RankFailedError("rank 0 failed", 0, "user")
+        assert not agents()
+
+
 class WithoutOne(Cluster):
     """A cluster that refuses every request for a machine that is gone, as Slurm does within a job."""
 
