@@ -39,6 +39,7 @@ _CONNECT_S = 20.0
 _SILENT_S = 30.0
 _POLL_S = 1.0
 _END_S = 10.0
+_MOST_UNREAD = 4  # batches of a rank's lines, of 64 KiB each, that the leader has not read yet: a rank that writes more waits
 _PORTS = range(1, 1 << 16)
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -238,6 +239,7 @@ class _Rank:
         self._number = header["rank"]
         self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
         self._oom_kills = OomKills()
+        self._may_send = threading.Semaphore(_MOST_UNREAD)
         recorded = {} if self._recorder is None else self._recorder.environment
         with ExitStack() as after_failure:
             if self._recorder is not None:
@@ -255,14 +257,18 @@ class _Rank:
             self._process.write_stack_traces()
             if self._recorder is not None:
                 self._recorder.request()
+        elif order == "read":
+            self._may_send.release()
         elif order == "kill":
             self._process.kill()
+            self._may_send.release(_MOST_UNREAD)  # what is left is little, and the leader may be gone
 
     def _supervise(self) -> None:
         try:
             with suppress(LinkError):  # the leader is gone: the agent ends, and kills the ranks
                 for lines in self._process.lines(_POLL_S):
                     if lines:
+                        self._may_send.acquire()
                         self._link.send({"type": "lines", "rank": self._number, "lines": lines})
         finally:  # whatever fails here, the leader waits for the exit
             self._send_exit()

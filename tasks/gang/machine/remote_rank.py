@@ -17,7 +17,7 @@ class RemoteRank:
     """A rank that an agent has started.
 
     Args:
-        order: Sends an order to the agent.
+        order: Sends an order to the agent: to end the process, to print its stack traces, or, after "read", more of its lines.
         machine: The name of its machine.
         records_collectives: Whether NCCL keeps a record of the rank's last collectives.
 
@@ -44,6 +44,7 @@ class RemoteRank:
     def lines(self, poll_s: float) -> Iterator[list[str]]:
         """Yield the lines written since the last yield, until the process exits or is lost.
 
+        The process waits once several batches of its lines have not been taken from here, as at a full pipe.
         Yields at least every five seconds, and every `poll_s` once `wake` was called: a thousand ranks that do nothing must not
         occupy the leader.
         """
@@ -57,6 +58,8 @@ class RemoteRank:
                 self._exit, self._result = message, body
                 return
             yield message.get("lines", [])
+            if message["type"] == "lines":
+                self._order("read")
 
     def terminate(self) -> None:
         """Send SIGTERM to the process."""

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Literal
 
 import pytest
+from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster
 from prefect_torch.tasks.gang.engines import client_process, slurm_cluster
@@ -297,3 +298,28 @@ def test_an_agent_has_the_name_that_slurm_has_for_its_machine(monkeypatch):
     cluster = Hosts(["a"], command="exec $(echo {agent} | sed 's/ --name a//')", leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
         assert [machine.name for machine in gathering.wait(lambda: None)] == ["node1"]
+
+
+def test_a_rank_that_writes_more_than_the_leader_takes_waits(tmp_path):
+    """As at a full pipe; else a log that Prefect accepts slowly would fill the memory of the leader."""
+    (tmp_path / "chatter.py").write_text(
+        "def main():\n    for number in range(200_000):\n        print(f'line {number:040}')\n"
+    )
+    cluster = Hosts(
+        ["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0, environment={"PYTHONPATH": str(tmp_path)}
+    )
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
+        (machine,) = gathering.wait(lambda: None)
+        chatter = machine.run("chatter", None, None)
+        read, most_waiting = [], 0
+        wait_until(lambda: chatter._messages.qsize() >= agent._MOST_UNREAD, "the first lines have come")
+        for lines in chatter.lines(1.0):
+            read += lines
+            most_waiting = max(most_waiting, chatter._messages.qsize())
+        assert most_waiting <= agent._MOST_UNREAD
+        assert read == [f"line {number:040}" for number in range(200_000)]
+        untaken = machine.run("chatter", None, None)
+        wait_until(lambda: untaken._messages.qsize() >= agent._MOST_UNREAD, "the first lines have come")
+        untaken.finish()
+        assert untaken._exit["type"] == "exit"
+    wait_until(lambda: not agents(), "the agent ends with the leader", 5)
