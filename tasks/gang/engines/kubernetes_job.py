@@ -9,6 +9,7 @@ from .agent_process import AGENT
 JOB_SET_GROUP, JOB_SET_VERSION = "jobset.x-k8s.io", "v1alpha2"
 KEY = "agent-key"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _LEFT_S = 600  # how long an ended Job is kept, for kubectl logs
 
 
@@ -118,19 +119,27 @@ def _metadata(pods: AgentPods) -> dict[str, Any]:
 
 
 def _pod(pods: AgentPods) -> dict[str, Any]:
-    elsewhere = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(pods.avoid)}]}
-    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [elsewhere]}}
     made = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace_s,
         "nodeSelector": dict(pods.node_selector),
-        **({"affinity": {"nodeAffinity": required}} if pods.avoid else {}),
         "tolerations": [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in pods.limits if "/" in name],
         "containers": [_merged(_container(pods), pods.container_spec)],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pods.shared_memory}}],
     }
     merged: dict[str, Any] = _merged(made, pods.pod_spec)
-    return merged
+    return _kept_off(pods.avoid, merged) if pods.avoid else merged
+
+
+def _kept_off(machines: Sequence[str], pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the pod with a node affinity that excludes `machines` from each of its alternatives, of which one has to match."""
+    # By name: the label kubernetes.io/hostname may have another one, as on EKS. Such a requirement has exactly one value.
+    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in machines]
+    affinity = pod.get("affinity") or {}
+    of_nodes = affinity.get("nodeAffinity") or {}
+    alternatives = (of_nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    terms = [{**term, "matchFields": [*term.get("matchFields", []), *excluded]} for term in alternatives]
+    return {**pod, "affinity": {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {"nodeSelectorTerms": terms}}}}
 
 
 def _container(pods: AgentPods) -> dict[str, Any]:

@@ -4,13 +4,14 @@ import logging
 import socket
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import kubernetes
 import kubernetes_validate
 import pytest
-from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
+from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster, kubernetes_job
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
@@ -142,6 +143,26 @@ def test_pods_have_the_fields_that_they_are_given_beside_ours(api, monkeypatch):
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8", "memory": "200Gi"}, "requests": {"cpu": "4"}}
     assert [it["name"] for it in container["env"]] == ["NODE_NAME", "INDEX", "PREFECT_TORCH_AGENT_KEY", "A"]
     assert container["imagePullPolicy"] == "Always"
+
+
+def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods_own_affinity():
+    """One of the alternatives has to match: another one of ours would replace theirs, or theirs ours."""
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    zones = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in "ab"]
+    preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": zones[0]}]}
+    own = {"nodeAffinity": {**preferred, required: {"nodeSelectorTerms": zones}}, "podAntiAffinity": {}}
+    pods = kubernetes_job.AgentPods(
+        "name", "image", 1, [], {}, {}, ["node-1", "node-2"], "1Gi", 60, None, pod_spec={"affinity": own}
+    )
+    manifest = kubernetes_job.job(pods)
+    kubernetes_validate.validate(manifest, "1.31", strict=True)
+    excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]
+    assert manifest["spec"]["template"]["spec"]["affinity"] == {
+        "nodeAffinity": {**preferred, required: {"nodeSelectorTerms": [{**zone, "matchFields": excluded} for zone in zones]}},
+        "podAntiAffinity": {},
+    }
+    alone = kubernetes_job.job(replace(pods, pod_spec={}))["spec"]["template"]["spec"]["affinity"]
+    assert alone == {"nodeAffinity": {required: {"nodeSelectorTerms": [{"matchFields": excluded}]}}}
 
 
 @pytest.mark.parametrize(
