@@ -155,6 +155,7 @@ class KubernetesServer:
     def __init__(self, folder: Path, *, knows_job_sets: bool) -> None:
         self.requests: list[tuple[str, str]] = []
         self.pods: list[psutil.Popen] = []
+        self.listed: dict[str, list[dict]] = {"pods": [], "events": []}  # what it answers about them
         self._folder = folder
         self._knows_job_sets = knows_job_sets
         self._made: dict[str, Any] = {}
@@ -206,7 +207,7 @@ class KubernetesServer:
             groups = ["batch", *(["jobset.x-k8s.io"] if self._knows_job_sets else [])]
             version = {"groupVersion": "x/v1", "version": "v1"}
             return {"kind": "APIGroupList", "groups": [{"name": name, "versions": [version]} for name in groups]}
-        return {"kind": "PodList", "apiVersion": "v1", "items": []}
+        return {"kind": "List", "apiVersion": "v1", "items": self.listed[path.partition("?")[0].rpartition("/")[2]]}
 
     def post(self, path: str, body: dict) -> dict:
         self.requests.append(("POST", path))

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -79,6 +80,13 @@ class Agents(Protocol):
 
     def fail(self, name: str, reason: str) -> None:
         """Stop expecting an agent on the machine `name`, for this reason."""
+        ...
+
+    def delay(self, reasons: Mapping[str, str]) -> None:
+        """Say why some agents have not come yet, by their names, in place of what was said before.
+
+        The reasons are logged, and are part of the error if the agents never come.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +12,7 @@ from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .client_process import check_client
-from .kubernetes_job import JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
+from .kubernetes_job import JOB_OF_SET, JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _RIGHTS = (
@@ -103,10 +103,12 @@ class KubernetesApi:
 
     def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
         """Return, by the pod's number, why a pod does not run yet, and whether it never will."""
-        found = {}
+        found: dict[int, tuple[str, bool]] = {}
+        missing = set(range(pods.num_pods))
         for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **_TIMES).items:
             number = int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1))
-            for status in pod.status.container_statuses or []:
+            missing.discard(number)
+            for status in [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]:
                 waiting = status.state.waiting
                 if waiting is not None and waiting.reason:
                     found[number] = (f"{waiting.reason}: {waiting.message or ''}".strip(": "), waiting.reason in _HOPELESS)
@@ -115,7 +117,17 @@ class KubernetesApi:
             for condition in pod.status.conditions or []:
                 if condition.reason == "Unschedulable":
                     found[number] = (f"unschedulable: {condition.message}", False)
-        return found
+        refusal = self._refusal(pods) if missing else None
+        return found if refusal is None else {**found, **dict.fromkeys(missing, (refusal, False))}
+
+    def _refusal(self, pods: AgentPods) -> str | None:
+        """Return why Kubernetes does not create pods of the Job, such as a quota, as far as the flow may read its events."""
+        name = f"{pods.name}-{JOB_OF_SET}" if self._has_job_sets else pods.name
+        of_job = f"involvedObject.kind=Job,involvedObject.name={name},type=Warning"
+        with suppress(*self.errors):
+            events = self._core.list_namespaced_event(self._namespace, field_selector=of_job, **_TIMES).items
+            return next((f"{event.reason}: {event.message}" for event in reversed(events)), None)
+        return None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

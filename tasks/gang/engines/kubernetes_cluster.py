@@ -107,6 +107,8 @@ def _without(ours: Sequence[str], name: str, fields: dict[str, Any]) -> dict[str
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:
     while not ended.wait(_POLL_S):
         with suppress(*cluster.errors, OSError):  # the next poll tries again
-            for number, (reason, is_hopeless) in cluster.problems(pods).items():
+            problems = {pod_name(number): problem for number, problem in cluster.problems(pods).items()}
+            agents.delay({name: reason for name, (reason, _) in problems.items()})
+            for name, (reason, is_hopeless) in problems.items():
                 if is_hopeless:
-                    agents.fail(pod_name(number), reason)
+                    agents.fail(name, reason)

@@ -8,6 +8,8 @@ from .agent_process import AGENT
 
 JOB_SET_GROUP, JOB_SET_VERSION = "jobset.x-k8s.io", "v1alpha2"
 KEY = "agent-key"
+_REPLICATED = "agents"
+JOB_OF_SET = f"{_REPLICATED}-0"  # the end of the name of its Job
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _LEFT_S = 600  # how long an ended Job is kept, for kubectl logs
@@ -77,7 +79,7 @@ def job_set(pods: AgentPods) -> dict[str, Any]:
         "spec": {
             "failurePolicy": {"maxRestarts": 0},
             "ttlSecondsAfterFinished": _LEFT_S,
-            "replicatedJobs": [{"name": "agents", "replicas": 1, "template": {"spec": job(pods)["spec"]}}],
+            "replicatedJobs": [{"name": _REPLICATED, "replicas": 1, "template": {"spec": job(pods)["spec"]}}],
         },
     }
 

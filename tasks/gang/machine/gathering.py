@@ -48,6 +48,8 @@ class Gathering:
         self._expected: list[str] = []
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
+        self._delays: Mapping[str, str] = {}
+        self._told: set[str] = set()  # kinds of delays
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
         self._is_over = False  # no agent is awaited any longer
         self._changing = threading.Lock()
@@ -80,6 +82,20 @@ class Gathering:
         """Stop expecting an agent on `name`."""
         self._failed.setdefault(name, reason)
 
+    def delay(self, reasons: Mapping[str, str]) -> None:
+        """Say why some agents have not come yet, by their names, in place of what was said before."""
+        self._delays = dict(reasons)
+
+    def new_delays(self) -> list[str]:
+        """Return why agents have not come yet, without kinds of reasons that an earlier call returned."""
+        delays = []
+        for name, reason in self._delays.items():
+            kind, _, _ = reason.partition(":")
+            if kind not in self._told:
+                self._told.add(kind)
+                delays.append(f"{name} has not come yet: {reason}")
+        return delays
+
     def wait(self, raise_if_requested: Callable[[], None], *, everyone: bool = False) -> tuple[RemoteMachine, ...]:
         """Return the machines whose agents came, in the expected order, once they suffice for all ranks or no more will come.
 
@@ -103,10 +119,11 @@ class Gathering:
                 break
             time.sleep(_POLL_S)
         else:
-            late = f"its agent did not come within {longest_s:g} s"
+            late = f"its agent did not come within {round(longest_s, 2):g} s"
             for launcher, names in self._launchers:
                 self._fail_all(names, late + launcher.said)
-            self._fail_all(self._expected, late)
+            for name in self._expected:
+                self.fail(name, ": ".join(filter(None, [late, self._delays.get(name)])))
         self._listener.close()
         with self._changing:
             self._is_over = True

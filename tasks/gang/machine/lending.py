@@ -211,7 +211,8 @@ class Machines:
     def _request(self, fewest: int, most: int, lost: frozenset[str], in_use: frozenset[str] = frozenset()) -> MachineRequest:
         """Return a request without the machines that were lost; it ends when these may be used again."""
         ends_s = max((self._lost[name] + _AVOID_S for name in lost), default=math.inf)
-        return MachineRequest(fewest, most, self._use_gpu, lost | in_use, in_use, ends_s - time.monotonic())
+        avoids_for_s = max(0.0, ends_s - time.monotonic())
+        return MachineRequest(fewest, most, self._use_gpu, lost | in_use, in_use, avoids_for_s)
 
     def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         avoid = self._lost_lately()
@@ -240,7 +241,13 @@ class Machines:
 
     def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         gathering = tried.enter_context(gather(self._cluster, wanted, prepares=True))
-        machines = gathering.wait(raise_if_requested)
+
+        def look() -> None:
+            raise_if_requested()
+            for delay in gathering.new_delays():
+                get_run_logger().info("%s", delay)
+
+        machines = gathering.wait(look)
         if sum(machine.slots for machine in machines) < wanted.fewest:
             if gathering.counted is not None and gathering.counted[1] < wanted.fewest:
                 raise NotEnoughMachinesError(

@@ -11,12 +11,16 @@ from unittest.mock import Mock
 import kubernetes
 import kubernetes_validate
 import pytest
-from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster, kubernetes_job
+from engine_servers import KubernetesServer
+from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
+from prefect_torch.tasks.gang.engines.kubernetes_job import AgentPods, job
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
+from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.gathering import gather
+from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.link import LinkError
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
@@ -38,6 +42,9 @@ class Asked:
     def fail(self, name, reason):
         pass
 
+    def delay(self, reasons):
+        pass
+
 
 @pytest.fixture
 def api(monkeypatch):
@@ -55,6 +62,7 @@ def api(monkeypatch):
     return KubernetesApi(None)
 
 
+PODS = AgentPods("name", "image", 1, [], {}, {}, [], "1Gi", 60, None)
 WANTED = MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
 
 
@@ -151,17 +159,15 @@ def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods
     zones = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in "ab"]
     preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": zones[0]}]}
     own = {"nodeAffinity": {**preferred, required: {"nodeSelectorTerms": zones}}, "podAntiAffinity": {}}
-    pods = kubernetes_job.AgentPods(
-        "name", "image", 1, [], {}, {}, ["node-1", "node-2"], "1Gi", 60, None, pod_spec={"affinity": own}
-    )
-    manifest = kubernetes_job.job(pods)
+    pods = replace(PODS, avoid=["node-1", "node-2"], pod_spec={"affinity": own})
+    manifest = job(pods)
     kubernetes_validate.validate(manifest, "1.31", strict=True)
     excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]
     assert manifest["spec"]["template"]["spec"]["affinity"] == {
         "nodeAffinity": {**preferred, required: {"nodeSelectorTerms": [{**zone, "matchFields": excluded} for zone in zones]}},
         "podAntiAffinity": {},
     }
-    alone = kubernetes_job.job(replace(pods, pod_spec={}))["spec"]["template"]["spec"]["affinity"]
+    alone = job(replace(pods, pod_spec={}))["spec"]["template"]["spec"]["affinity"]
     assert alone == {"nodeAffinity": {required: {"nodeSelectorTerms": [{"matchFields": excluded}]}}}
 
 
@@ -171,6 +177,61 @@ def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods
 def test_a_field_of_the_pods_that_is_ours_is_refused(field, given):
     with pytest.raises(ValidationError, match=f"{field} has {', '.join(sorted(given))}, which this package sets"):
         KubernetesCluster(**{field: given})
+
+
+def listed(number, **status):
+    """Return a pod as Kubernetes lists it."""
+    return {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": str(number)}}, "status": status}
+
+
+def waiting(reason, message):
+    status = {"name": "it", "image": "image", "imageID": "", "ready": False, "restartCount": 0}
+    return [{**status, "state": {"waiting": {"reason": reason, "message": message}}}]
+
+
+def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp_path, monkeypatch):
+    server = KubernetesServer(tmp_path, knows_job_sets=False)
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
+    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+    server.listed = {
+        "pods": [
+            listed(0, conditions=[unschedulable]),
+            listed(1, initContainerStatuses=waiting("ImagePullBackOff", "no such image")),
+            listed(2, phase="Running"),
+        ],
+        "events": [
+            {
+                "metadata": {"name": "event"},
+                "involvedObject": {"kind": "Job", "name": "job"},
+                "reason": "FailedCreate",
+                "message": "exceeded quota: requests.nvidia.com/gpu",
+            }
+        ],
+    }
+    try:
+        problems = KubernetesApi(None).problems(replace(PODS, num_pods=4))
+    finally:
+        server.stop()
+    assert problems == {
+        0: ("unschedulable: 0/3 nodes are available", False),
+        1: ("ImagePullBackOff: no such image", True),
+        3: ("FailedCreate: exceeded quota: requests.nvidia.com/gpu", False),
+    }
+
+
+def test_the_reason_for_which_a_pod_does_not_come_is_logged_and_part_of_the_error(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: Pods({0: ("unschedulable: 0/3 nodes", False)}))
+    monkeypatch.setattr(gathering_module, "_START_S", 1.0)
+    cluster = KubernetesCluster(image="image", leader_address="127.0.0.1", wait_s=0)
+    with (
+        pytest.raises(NotEnoughMachinesError, match="pod 0: its agent did not come within 1 s: unschedulable: 0/3 nodes"),
+        Machines(cluster, 1, 1, use_gpu=False).lend(lambda: None),
+    ):
+        pass
+    assert caplog.text.count("pod 0 has not come yet: unschedulable: 0/3 nodes") == 1
 
 
 class OpenLink:
@@ -191,12 +252,12 @@ class OpenLink:
 
 
 class Pods:
-    """A Kubernetes that has started the pods, of which some have ended."""
+    """A Kubernetes that has created the pods, of which some have problems."""
 
     errors = ()
 
-    def __init__(self, ended):
-        self._ended = dict.fromkeys(ended, ("its pod has ended: Evicted", True))
+    def __init__(self, problems):
+        self._problems = problems
 
     def own_reference(self):
         return None
@@ -205,7 +266,7 @@ class Pods:
         pass
 
     def problems(self, pods):
-        return self._ended
+        return self._problems
 
     def delete(self, pods):
         pass
@@ -224,7 +285,9 @@ def test_no_pod_is_awaited_once_each_has_come_or_failed_and_only_those_that_fail
 ):
     """An agent's name begins with the machine, which Kubernetes chooses."""
     monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
-    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: Pods(ended))
+    monkeypatch.setattr(
+        kubernetes_cluster, "KubernetesApi", lambda _: Pods(dict.fromkeys(ended, ("its pod has ended: Evicted", True)))
+    )
     monkeypatch.setattr(gathering_module, "_START_S", 5.0)
     cluster = KubernetesCluster(image="image", leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(4, 4, use_gpu=False, avoid=frozenset())) as gathering:
