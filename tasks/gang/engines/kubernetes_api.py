@@ -1,6 +1,8 @@
 """The requests to Kubernetes that pods of agents need."""
 
-import os
+import json
+import socket
+from base64 import urlsafe_b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
@@ -142,4 +144,11 @@ class KubernetesApi:
         return JOB_SET_GROUP, JOB_SET_VERSION, self._namespace, "jobsets"
 
     def _own_pod(self) -> Any:
-        return self._core.read_namespaced_pod(os.environ["HOSTNAME"], self._own_namespace, **_TIMES)
+        return self._core.read_namespaced_pod(_own_name(), self._own_namespace, **_TIMES)
+
+
+def _own_name() -> str:
+    """Return the name of the flow's own pod, from its token: with `hostNetwork`, the host name is that of the machine."""
+    claims = (_ACCOUNT / "token").read_text().split(".")[1]
+    bound_to = json.loads(urlsafe_b64decode(f"{claims}==")).get("kubernetes.io", {})
+    return str(bound_to["pod"]["name"]) if "pod" in bound_to else socket.gethostname()  # a token of before Kubernetes 1.21

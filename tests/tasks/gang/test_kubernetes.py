@@ -1,9 +1,11 @@
 """What becomes of a training while Kubernetes' API is away; with the real client, and no server."""
 
+import json
 import logging
 import socket
 import threading
 import time
+from base64 import urlsafe_b64encode
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -169,6 +171,23 @@ def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods
     }
     alone = job(replace(pods, pod_spec={}))["spec"]["template"]["spec"]["affinity"]
     assert alone == {"nodeAffinity": {required: {"nodeSelectorTerms": [{"matchFields": excluded}]}}}
+
+
+@pytest.mark.parametrize(
+    "claims", [{"kubernetes.io": {"namespace": "own", "pod": {"name": "flow-1", "uid": "7"}}}, {"sub": "a"}]
+)
+def test_the_flows_own_pod_is_found_where_the_host_name_is_the_machines(api, monkeypatch, tmp_path, claims):
+    """As in a pod with hostNetwork; only its token has its name."""
+    (tmp_path / "namespace").write_text("own")
+    payload = urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    (tmp_path / "token").write_text(f"header.{payload}.signature")
+    asked = []
+    pod = SimpleNamespace(metadata=SimpleNamespace(name="flow-1", uid="7"))
+    monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    monkeypatch.setattr(api._core, "read_namespaced_pod", lambda *named, **_: asked.append(named) or pod)
+    assert KubernetesApi(None).own_reference()["uid"] == "7"
+    assert asked == [("flow-1" if "kubernetes.io" in claims else socket.gethostname(), "own")]
 
 
 @pytest.mark.parametrize(
