@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import cloudpickle
+from prefect.settings import get_current_settings
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang.processes.fork_servers import RANK_PROGRAM
 from prefect_torch.tasks.options.settings import TorchSettings
@@ -208,6 +209,10 @@ class Pulse:
 
 
 def _carried(storage: StorageSpec) -> dict[str, str]:
-    """Return the variables of this process that the storage needs on another machine."""
-    prefixes = (*_OF_STORAGES, "PREFECT_") if storage.credential_source is not None else _OF_STORAGES
-    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    """Return the variables that the storage needs on another machine: to renew its login, Prefect's settings as well."""
+    carried = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORAGES)}
+    if storage.credential_source is None:
+        return carried
+    # Prefect's API may be set in a profile, which the other machine does not have.
+    own = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_") and name != "PREFECT_PROFILE"}
+    return {**carried, **own, **get_current_settings().to_environment_variables(exclude_unset=True)}

@@ -12,7 +12,10 @@ from typing import Literal
 
 import pytest
 from agents import agents
+from prefect.context import use_profile
+from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, Profile
 from prefect_servers import wait_until
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster
 from prefect_torch.tasks.gang.engines import client_process, slurm_cluster
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
@@ -298,6 +301,32 @@ def test_an_agent_has_the_name_that_slurm_has_for_its_machine(monkeypatch):
     cluster = Hosts(["a"], command="exec $(echo {agent} | sed 's/ --name a//')", leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
         assert [machine.name for machine in gathering.wait(lambda: None)] == ["node1"]
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_rank_whose_storage_is_a_block_reaches_prefect_as_the_flow_does_by_its_profile(tmp_path, monkeypatch, renews):
+    """It reads the block anew when its login expires; other ranks do not get the key."""
+    names = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE")
+    for name in names[:2]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PREFECT_PROFILE", "own")
+    profile = Profile(name="own", settings={PREFECT_API_URL: "http://127.0.0.1:1/api", PREFECT_API_KEY: "key"})
+    (tmp_path / "teller.py").write_text(f"def main():\n    import os\n    print([os.environ.get(it) for it in {names}])\n")
+    cluster = Hosts(
+        ["a"],
+        command="unset PREFECT_PROFILE; exec {agent}",
+        leader_address="127.0.0.1",
+        wait_s=0,
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    storage = StorageSpec("s3://bucket", credential_source=b"block" if renews else None)
+    with (
+        use_profile(profile, include_current_context=False),
+        gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering,
+    ):
+        (machine,) = gathering.wait(lambda: None)
+        told = [line for lines in machine.run("teller", None, storage).lines(1.0) for line in lines]
+    assert told == [str(["http://127.0.0.1:1/api", "key", None] if renews else [None, None, None])]
 
 
 def test_a_rank_that_writes_more_than_the_leader_takes_waits(tmp_path):
