@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from ipaddress import ip_address
 from typing import Any
 
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
@@ -235,9 +236,33 @@ def gather(cluster: Cluster, wanted: MachineRequest, *, prepares: bool = False) 
 
 
 def _address(given: str | None) -> str:
-    """Return the address of this machine that `given` names, or that of the default route."""
-    if given is not None:
-        return str(socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)[0][4][0])
+    """Return the address of this machine that `given` names, or that of the default route.
+
+    On Debian, the machine's own name is 127.0.1.1 in /etc/hosts, where no other machine reaches it. The address of the
+    default route is returned then, too.
+
+    Raises:
+        ValueError: If there is no default route in this case.
+
+    """
+    if given is None:
+        return _routed_address()
+    addresses = [str(found[4][0]) for found in socket.getaddrinfo(given, None, type=socket.SOCK_STREAM)]
+    is_meant = given in {*addresses, "localhost"}
+    address = next((it for it in addresses if is_meant or not _is_loopback(it)), _routed_address())
+    if _is_loopback(address) and not is_meant:
+        raise ValueError(
+            f"leader_address={given!r} is {addresses[0]} on this machine, where no other machine reaches it, and there is no "
+            "default route: give the address by which the machines of the cluster reach it"
+        )
+    return address
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _routed_address() -> str:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as routed:
         routed.connect(_ANYWHERE)
         return str(routed.getsockname()[0])

@@ -267,6 +267,26 @@ def test_a_leaders_address_that_is_none_of_this_machine_is_refused_and_one_that_
         pass
 
 
+@pytest.mark.parametrize(
+    ("given", "resolved", "listens"),
+    [
+        ("flow", ["127.0.1.1"], "192.0.2.7"),  # the own name, in /etc/hosts of Debian
+        ("flow", ["127.0.1.1", "198.51.100.1"], "198.51.100.1"),
+        ("localhost", ["127.0.0.1"], "127.0.0.1"),
+        ("127.0.0.1", ["127.0.0.1"], "127.0.0.1"),
+    ],
+)
+def test_the_own_name_is_an_address_that_other_machines_reach(monkeypatch, given, resolved, listens):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: found)
+    monkeypatch.setattr(gathering_module, "_routed_address", lambda: "192.0.2.7")
+    assert gathering_module._address(given) == listens
+    if listens == "192.0.2.7":
+        monkeypatch.setattr(gathering_module, "_routed_address", lambda: "127.0.0.1")
+        with pytest.raises(ValueError, match=r"leader_address='flow' is 127\.0\.1\.1 on this machine.*no default route: give"):
+            gathering_module._address(given)
+
+
 def fails(error):
     def fail(*_args, **_options):
         raise error
