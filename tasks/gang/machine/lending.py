@@ -152,7 +152,7 @@ class Machines:
         if self._more is None:
             return
         held, more = self._more
-        machines = (*lease.machines, *more)
+        machines = (*lease.machines, *(machine for machine in more if machine.lost is None))
         has_twice = len({machine.name for machine in machines}) < len(machines)  # two agents, which nothing tells apart
         if has_twice or self._record_losses(lease):
             return
