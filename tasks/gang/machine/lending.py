@@ -21,6 +21,7 @@ _AVOID_S = 300.0
 _AGAIN_S = 5.0  # between two requests to a cluster
 _POLL_S = 0.05
 _MOST_FAULTS = 2
+_MOST_FAULTS_OF_ONE = 3  # more: of two good machines, one has the same two consecutive failures half of the time
 _OF_THE_FUNCTION = {"user", "out_of_memory"}  # kinds of failures, which happen on any machine
 
 
@@ -78,7 +79,7 @@ class Machines:
         They are released at the end of the context, unless a rank has failed while no machine is lost and the number of ranks
         is the largest possible. Then the next context gets the same machines, whose agents need neither be started again nor
         import anything. After two consecutive failures of the infrastructure, a machine may be the cause, so the machines are
-        released as well. If both were failures of ranks of one and the same machine, and of no other, it is avoided like one
+        released as well. If three were failures of ranks of one and the same machine, and of no other, it is avoided like one
         that was lost. If the attempt has ended to go on with more ranks, the next context gets its machines and the new ones.
 
         Args:
@@ -189,7 +190,7 @@ class Machines:
             return False
         number = 1 + (self._suspect[1] if self._suspect is not None and self._suspect[0] == name else 0)
         self._suspect = name, number
-        if number < _MOST_FAULTS:
+        if number < _MOST_FAULTS_OF_ONE:
             return False
         self._lost[name] = time.monotonic()
         get_run_logger().warning(
