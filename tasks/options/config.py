@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from .ranks import Ranks
@@ -20,6 +20,20 @@ UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
 _RESOURCES = "a work pool's job variables determine what a flow run may use, which its ranks share"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_DELAY = {"type": "number", "minimum": 0, "maximum": 1e9}
+_MOST_DELAYS = 50  # Prefect's own bound
+Delays = Annotated[
+    list[Seconds],
+    Field(max_length=_MOST_DELAYS),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "title": "One each", "items": _DELAY, "maxItems": _MOST_DELAYS},
+                {**_DELAY, "title": "One for all"},
+            ]
+        }
+    ),
+]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 LogRanks = Literal["all", "rank0", "local0"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -304,9 +318,8 @@ class FailureConfig(_Config):
         "flow's was killed before the first checkpoint of an attempt, it counts as a lost process. "
         "-1: unlimited.",
     )
-    retry_delay_s: list[Seconds] = Field(
+    retry_delay_s: Delays = Field(
         default=[],
-        max_length=50,  # Prefect's own bound
         title="Delays (seconds)",
         description="How long to wait before each restart; the last one holds for all that follow. No delay when empty.",
     )

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
 _TWO = 2
@@ -28,5 +28,13 @@ def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[i
 if TYPE_CHECKING:
     Ranks = int | tuple[int, int]
 else:
-    # Not a union, whose errors and forms would name the choices; one number is what most users give.
-    Ranks = Annotated[int, Field(ge=1, le=_MOST), WrapValidator(_check), PlainSerializer(lambda value: value)]
+    _ONE = {"type": "integer", "minimum": 1, "maximum": _MOST}
+    _RANGE = {"type": "array", "title": "From, to", "items": _ONE, "minItems": _TWO, "maxItems": _TWO}
+    # Not a union, whose errors would name the choices; the first choice is the one that a form shows.
+    Ranks = Annotated[
+        int,
+        Field(ge=1, le=_MOST),
+        WrapValidator(_check),
+        PlainSerializer(lambda value: value),
+        WithJsonSchema({"anyOf": [{**_ONE, "title": "Number"}, _RANGE]}),
+    ]

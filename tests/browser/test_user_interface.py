@@ -215,7 +215,7 @@ def fill_form(page: Page, train_fn: str, run: str, storage: str) -> None:
     expect(page.get_by_role("spinbutton", name="Keep newest (Optional)")).to_have_value("1")
     values = {
         page.get_by_role("textbox", name="Training function"): train_fn,
-        page.get_by_role("spinbutton", name="Ranks (Optional)"): "2",
+        page.get_by_role("tabpanel", name="Number").get_by_role("spinbutton"): "2",  # the other choice is a range
         page.get_by_role("textbox", name="Run name (Optional)"): run,
         page.get_by_role("tabpanel", name="Path or URL").get_by_role("textbox"): storage,
         page.get_by_role("spinbutton", name="Keep best (Optional)"): "2",

@@ -9,10 +9,23 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.filesystems import LocalFileSystem
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools.validation import validate
 from prefect_aws.credentials import AwsCredentials
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.runs.layout import check_run_name
-from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, SearchConfig, prune, train
+from prefect_torch.deployments.resuming import resume
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    SearchConfig,
+    evaluate,
+    prune,
+    sweep,
+    train,
+)
+from prefect_torch.tasks.options.sync import SyncConfig
 from pydantic import ValidationError
 
 TRAIN = parameter_schema(train).model_dump()
@@ -115,7 +128,7 @@ WRONG = [
     ({**FN, "scaling": {"num_workers": 0}}, "0 is less than the minimum of 1", "scaling.num_workers: Input should be greater"),
     (
         {**FN, "scaling": {"num_workers": "two"}},
-        "'two' is not of type 'integer'",
+        "'two' is not valid under any",
         "scaling.num_workers: Input should be a valid",
     ),
     ({**FN, "scaling": {"backend": "tcp"}}, "'tcp' is not one of", "scaling.backend: Input should be 'gloo', 'nccl'"),
@@ -217,3 +230,104 @@ def test_a_field_left_empty_begins_from_nothing():
     assert SearchConfig(metric="loss", sampler="", pruner="") == SearchConfig(metric="loss")
     with pytest.raises(ValueError, match="storage"):
         RunConfig(storage="")
+
+
+CLUSTERS = (
+    {"hosts": ["gpu1", "gpu2"], "ranks_per_host": 2, "python": None},
+    {"kind": "ray", "resources_per_worker": {"GPU": 1}},
+    {"kind": "slurm", "partition": None, "wait_s": 60},
+    {"kind": "dask", "address": "tcp://head:8786"},
+    {"kind": "kubernetes", "limits": {"nvidia.com/gpu": "8"}, "pod_spec": {"serviceAccountName": "trainings"}},
+    "torch-cluster/slurm",
+)
+COPY = "rsync -a {source} {target}"
+SYNC = {"upload": COPY, "download": "module:function", "target": "me@host:/there", "period_s": 5, "timeout_s": 60.5}
+# JSON of every kind that each field takes; a few fields need others beside them.
+TAKEN_BY_MODELS = {
+    ScalingConfig: (
+        {"num_workers": 8, "use_gpu": True, "backend": "nccl", "timeout_s": 60, "wait_for_gpus_s": 0},
+        {"num_workers": [2, 8], "regrow_after_s": 60},
+        *({"cluster": cluster} for cluster in CLUSTERS),
+    ),
+    RunConfig: (
+        {"name": "digits", "resume": "never", "takeover": True, "yields_to_urgent": True, "storage_deadline_s": 1.5},
+        {"verify": "size", "working_dir": "code", "log_ranks": "rank0", "log_level": "INFO", "sync": SYNC},
+        *({"storage": storage} for storage in ("s3://bucket/x", "s3-bucket/name", {"location": "/x"}, {"bucket_name": "b"})),
+    ),
+    CheckpointConfig: (
+        {"checkpoint_score_attribute": "a/b", "checkpoint_score_order": "min", "evaluation_timeout_s": 60},
+        {"num_to_keep": 2, "keep_last": 2, "keep_every_n_steps": 10, "keep_quarantined_days": 0},
+        {"max_in_flight": 2, "target_overhead": 0.01},
+    ),
+    FailureConfig: (
+        {"max_failures": -1, "max_infrastructure_failures": 0, "max_out_of_memory_failures": 1, "max_preemptions": 1},
+        {"retry_delay_s": [0, 10.5], "retry_jitter_factor": 0.2, "grace_s": 0, "hang_timeout_s": 60},
+        {"retry_delay_s": 10},
+    ),
+    SearchConfig: (
+        {"metric": "loss", "mode": "min", "num_trials": 4, "max_concurrent": 2, "sampler": "tpe", "seed": 0},
+        {"metric": ["loss", "cost"], "mode": ["min", "max"], "initial_points": [{"lr": 0.1}]},
+        {"metric": "loss", "scheduler": "asha", "grace_period": 0.5, "reduction_factor": 2.5, "max_t": 9, "time_attr": "s"},
+        {"metric": "loss", "scheduler": "pbt", "perturbation_interval": 2, "stop": {"loss": 1}},
+        {"metric": "loss", "scheduler": "pruner", "pruner": "optuna.pruners:MedianPruner", "max_failed_trials": 0},
+        {"metric": "loss", "time_budget_s": 60, "keep_best_trials": 2, "restart_errored": True},
+    ),
+}
+SPACE = {"lr": {"kind": "loguniform", "low": 1e-4, "high": 0.1}, "layers": {"width": {"kind": "choice", "values": [1, None]}}}
+OTHERS = {"config": ({}, {"lr": 0.1, "nested": {"x": [1, None]}}), "resume_from": ("", "run/000001-00000004-8260df80")}
+TAKEN_BY_FLOWS = {
+    train: {"train_fn": ("m:f",), **OTHERS},
+    sweep: {"train_fn": ("path/to/file.py:f",), "space": (SPACE,), "config": OTHERS["config"], "trials_on": ("train/gpu",)},
+    evaluate: {
+        "eval_fn": ("m:f",),
+        "storage": ("./checkpoints", {"location": "/x"}),
+        "run": ("digits",),
+        "checkpoints": (["best"], "latest", None),
+        "config": OTHERS["config"],
+        "name": ("eval",),
+        "watch": (True,),
+        "poll_s": (1, 0.5),
+        "working_dir": ("code",),
+        "log_ranks": ("local0",),
+        "log_level": ("INFO", None),
+    },
+    prune: {
+        "storage": ("./checkpoints", {"location": "/x"}),
+        "runs": (["digits"], None),
+        "checkpoint": ({"num_to_keep": 1}, None),
+        "dry_run": (True,),
+    },
+    resume: {
+        "flow_run": ("prefect.flow-run.x",),
+        "max_restarts": (0,),
+        "silent_s": (1.5,),
+        "confirm_s": (0,),
+        "pending_s": (60, None),
+    },
+}
+SCHEMAS = {flow: parameter_schema(flow) for flow in TAKEN_BY_FLOWS}
+GROUPS_OF_SWEEP = {**GROUPS, "search": SearchConfig}
+
+
+def taken():
+    """Yield each flow with parameters that it takes."""
+    for flow, values in TAKEN_BY_FLOWS.items():
+        needed = {name: values[name][0] for name in SCHEMAS[flow].required}
+        for name, choices in values.items():
+            yield from ((flow, {**needed, name: choice}) for choice in choices)
+        for group in GROUPS_OF_SWEEP.keys() & SCHEMAS[flow].properties.keys() - values.keys():
+            yield from ((flow, {**needed, group: choice}) for choice in TAKEN_BY_MODELS[GROUPS_OF_SWEEP[group]])
+
+
+@pytest.mark.parametrize(("flow", "parameters"), list(taken()))
+def test_a_deployment_takes_all_parameters_that_the_flow_takes(flow, parameters):
+    flow.validate_parameters(parameters)
+    assert [error.message for error in validate(parameters, SCHEMAS[flow].model_dump_for_openapi())] == []
+
+
+def test_every_parameter_and_every_field_of_a_group_is_tried_as_json():
+    for flow, values in TAKEN_BY_FLOWS.items():
+        assert values.keys() | GROUPS_OF_SWEEP.keys() >= SCHEMAS[flow].properties.keys(), flow.name
+    for model, tried in TAKEN_BY_MODELS.items():
+        assert {name for fields in tried for name in fields} == model.model_fields.keys()
+    assert SYNC.keys() == SyncConfig.model_fields.keys()
