@@ -1,6 +1,8 @@
 import importlib
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,9 +13,10 @@ from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import make_deployment
 from prefect_torch.deployments.automations import make_resumer
 from prefect_torch.deployments.resuming import resume
-from prefect_torch.flows import RunConfig, ScalingConfig, evaluate, prune, train
+from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, SlurmCluster, evaluate, prune, train
 from prefect_torch.flows.arguments import initial_checkpoint
 
+from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 ROOT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
@@ -59,6 +62,17 @@ def test_the_run_form_shows_every_parameter_with_its_description():
     for name in ("ScalingConfig", "RunConfig", "CheckpointConfig", "FailureConfig"):
         assert all(field.get("description") for field in schema["definitions"][name]["properties"].values())
     storage = schema["definitions"]["RunConfig"]["properties"]["storage"]
+@pytest.mark.parametrize("cluster", [Hosts(["gpu1"]), SlurmCluster()], ids=lambda cluster: cluster.kind)
+def test_machines_have_the_interpreter_of_where_the_flow_runs_instead_of_where_it_was_deployed(monkeypatch, cluster):
+    deployed = make_deployment("there", "my_training:train_fn", scaling=ScalingConfig(cluster=cluster)).parameters["scaling"]
+    monkeypatch.setattr(sys, "executable", "/there/bin/python")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    commands = []
+    agents = SimpleNamespace(arguments=lambda *_, **__: [], run=lambda command, _: commands.append(command))
+    with ScalingConfig(**deployed).cluster.lend(MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), agents):
+        assert [" /there/bin/python -m " in command.replace("'", " ") for command in commands] == [True]
+
+
     slugs = {schema["definitions"][choice["$ref"].rpartition("/")[2]]["block_type_slug"] for choice in storage["anyOf"][1:]}
     assert {"checkpoint-storage", "local-file-system", "remote-file-system", "s3-bucket"} <= slugs
     assert CheckpointStorage._block_type_slug in slugs

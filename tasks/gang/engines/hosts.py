@@ -29,8 +29,8 @@ class Hosts(Cluster):
         description="For how many ranks a machine has room. When empty, as many as it has GPUs; without GPUs, so many that "
         "all ranks are spread evenly over all hosts.",
     )
-    python: str = Field(
-        default=sys.executable, title="Python", description="The interpreter on the machines. The flow's own path by default."
+    python: str | None = Field(
+        default=None, title="Python", description="The interpreter on the machines. The path of the flow's own when empty."
     )
 
     def __init__(self, hosts: list[str] | None = None, /, **fields: Any) -> None:
@@ -49,7 +49,7 @@ class Hosts(Cluster):
         slots = wanted.slots_of_each(len(self.hosts) - len(wanted.in_use), self.ranks_per_host)
         for host in self.hosts:
             if host not in wanted.avoid:
-                program = [self.python, "-m", AGENT, *agents.arguments(host, slots)]
+                program = [self.python or sys.executable, "-m", AGENT, *agents.arguments(host, slots)]
                 agents.run(self._command(host, shlex.join(program)), [host])
         yield
 

@@ -58,8 +58,8 @@ class SlurmCluster(Cluster):
     srun_arguments: list[str] = Field(
         default=[], title="Arguments of srun", description="More arguments of srun, such as --time=2:00:00."
     )
-    python: str = Field(
-        default=sys.executable, title="Python", description="The interpreter on the machines. The flow's own path by default."
+    python: str | None = Field(
+        default=None, title="Python", description="The interpreter on the machines. The path of the flow's own when empty."
     )
 
     @property
@@ -73,7 +73,7 @@ class SlurmCluster(Cluster):
         slots = self.ranks_per_node or self.gpus_per_node or 1
         in_job = _machines_of_job()
         nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, in_job)
-        program = [self.python, "-m", AGENT, *agents.arguments(slots=slots)]
+        program = [self.python or sys.executable, "-m", AGENT, *agents.arguments(slots=slots)]
         name = None if in_job is not None else self._job_name()
         without_layout = ["env", *(f"--unset={variable}" for variable in _LAYOUT_OF_TASKS)]
         command = shlex.join([*without_layout, *self._srun(nodes, wanted, name), *program])
