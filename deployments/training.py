@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -34,6 +35,8 @@ from .serving import runner_outlasts_outages
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
+_CRON = "cron"  # the slug of the schedule that a deployment gets here, by which it is told from those added by hand
+_NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
 _IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
@@ -63,7 +66,8 @@ def make_deployment(
         checkpoint: The retention policy.
         failure: The budgets for restarts.
         resume_from: The initial checkpoint, of another run: its path or URL, or "run/id" in the same storage.
-        cron: The schedule, as in crontab(5); no schedule if None.
+        cron: The schedule, as in crontab(5), in place of all others. If None, that of an earlier call ends, and schedules
+            added by hand stay.
         timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
@@ -83,11 +87,14 @@ def make_deployment(
             **{key: _as_json(value) for key, value in given.items() if value is not None},
             **begins_from,
         },
-        schedule=None if cron is None else Cron(cron, timezone=timezone),
+        schedule=None if cron is None else Cron(cron, timezone=timezone, slug=_CRON),
         tags=list(tags),
         entrypoint_type=EntrypointType.MODULE_PATH,  # a path would load a second, different flow object
     )
-    return cast("RunnerDeployment", deployment)
+    made = cast("RunnerDeployment", deployment)
+    if cron is None:
+        made.model_fields_set.discard("schedules")  # an empty list would delete those that were added by hand
+    return made
 
 
 def deploy(
@@ -100,6 +107,7 @@ def deploy(
     failure: FailureConfig | None = None,
     *,
     work_pool: str,
+    work_queue: str | None = None,
     resume_from: str | Checkpoint | None = None,
     image: str | None = None,
     job_variables: Mapping[str, Any] | None = None,
@@ -125,18 +133,22 @@ def deploy(
         checkpoint: The retention policy.
         failure: The budgets for restarts within the flow run.
         work_pool: The work pool's name.
+        work_queue: The name of its work queue, which is created if there is none; the default queue if None.
         resume_from: The initial checkpoint, of another run: its path or URL, or "run/id" in the same storage.
-        image: The image of a Docker or Kubernetes work pool's jobs, as named in the registry; nothing is built.
+        image: The image of a container work pool's jobs, as named in the registry; nothing is built. The work pool's own if
+            None.
         job_variables: Additional variables of the work pool.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat, as by
             `resume_crashed`; no restarts if None, also if an earlier `deploy` asked for them. What `resume_crashed` itself has
             made stays.
-        cron: The schedule, as in crontab(5); no schedule if None.
+        cron: The schedule, as in crontab(5), in place of all others. If None, that of an earlier call ends, and schedules
+            added by hand stay.
         timezone: The time zone of the cron expression, such as "Europe/Berlin"; UTC if None.
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If there is no such work pool, or the storage is a relative path, which would be lost with the container.
+        ValueError: If there is no such work pool, the storage is a relative path, which would be lost with the container, or
+            containers would have Prefect's image, since neither the call nor the work pool names another one.
 
     """
     pool = read_work_pool(work_pool)
@@ -153,13 +165,15 @@ def deploy(
         timezone=timezone,
         tags=tags,
     )
-    asked_for = _job_variables(pool, scaling or ScalingConfig(), run or RunConfig(), job_variables or {})
-    deployment.job_variables = {**asked_for, **(job_variables or {})}
+    given = {**(job_variables or {}), **({} if image is None else {"image": image})}
+    deployment.job_variables = {**_job_variables(pool, scaling or ScalingConfig(), run or RunConfig(), given), **given}
+    deployment.work_queue_name = work_queue
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
         _warn_of_missing_function(deployment)
     with large_parameters_explained():
-        deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool, image=image))
+        deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool))
+    _end_cron(deployment)
     if max_restarts is None:
         end_restarts(deployment.full_name, is_served=False)
     else:
@@ -189,6 +203,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
             check_reference(deployment.parameters["train_fn"])
         if deployment.concurrency_limit is not None:
             warn_of_lost_lease(deployment.name)
+        _end_cron(deployment)
     with large_parameters_explained():
         restarted = [] if max_restarts is None else [_restarted(deployment, max_restarts) for deployment in deployments]
         if max_restarts is None:
@@ -205,6 +220,17 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         restart()
         with runner_outlasts_outages(after_outage=restart):
             prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))
+
+
+def _end_cron(deployment: RunnerDeployment) -> None:
+    """Delete the schedule of an earlier call with `cron`, unless `deployment` has one; those added by hand stay."""
+    if deployment.schedules:
+        return
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        known = client.read_deployment_by_name(deployment.full_name)
+        for schedule in known.schedules:
+            if schedule.slug == _CRON:
+                client.delete_deployment_schedule(known.id, schedule.id)
 
 
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +318,11 @@ def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given
         variables["working_dir"] = str(Path.cwd())
     elif (loss := lost_with_container(pool, run)) is not None:
         raise ValueError(loss)
+    if has_variable(pool, "image") and not any(given.get(name) or default_of(pool, name) for name in _NAME_AN_IMAGE):
+        raise ValueError(
+            f"containers of work pool {pool.name!r} would have Prefect's image, which lacks this package and the function: "
+            "give image=..., or the work pool's variable `image` a default, as by create_work_pool(..., image=...)"
+        )
     if has_variable(pool, "num_gpus"):
         are_named = "gpu_ids" in given and has_variable(pool, "gpu_ids")  # Docker takes their number or their names
         is_here = scaling.use_gpu and scaling.cluster is None

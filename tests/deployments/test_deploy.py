@@ -2,6 +2,7 @@
 
 import re
 import sys
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -11,6 +12,7 @@ from forked_programs import run_program
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import WorkPool
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, job_template, make_deployment, plan_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
@@ -19,12 +21,13 @@ from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
 
 OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()
 ON_S3 = RunConfig(storage="s3://bucket/runs")
+IMAGE = {kind: {} if kind == "process" else {"image": "registry/train"} for kind in KINDS}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def work_pools(prefect_server):
     for kind in KINDS:
-        create_work_pool(f"{kind}-pool", kind)
+        create_work_pool(f"{kind}-pool", kind, **IMAGE[kind])
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def test_the_server_takes_each_template_and_a_second_call_changes_its_defaults(c
     name, value = ("visible_gpus", "1") if kind == "process" else ("num_gpus", 8)
     known = client.read_work_pool(f"{kind}-pool")
     assert (known.type, name in known.base_job_template["variables"]["properties"]) == (kind, True)
-    assert create_work_pool(f"{kind}-pool", kind, **{name: value}) == known.id
+    assert create_work_pool(f"{kind}-pool", kind, **IMAGE[kind], **{name: value}) == known.id
     changed = client.read_work_pool(f"{kind}-pool")
     assert changed.base_job_template["variables"]["properties"][name]["default"] == value
 
@@ -155,6 +158,43 @@ def test_the_flow_runs_of_the_page_about_own_flows_have_the_whole_config_and_a_s
     assert sorted(it.parameters["run"]["name"] for it in made) == ["lr-0.01", "lr-0.1"]
     assert all(set(it.parameters["config"]) == {"epochs", "lr"} for it in made)
     assert {it.parameters["run"].get("storage") for it in made} == {"s3://bucket/trainings"}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "process"])
+def test_containers_without_an_image_of_the_training_are_refused(client, kind):
+    create_work_pool(f"plain-{kind}", kind)
+    options = {"run": ON_S3, "work_pool": f"plain-{kind}"}
+    with pytest.raises(ValueError, match=f"containers of work pool 'plain-{kind}' would have Prefect's image"):
+        deploy("imageless", "my_training:train_fn", **options)
+    for given in ({"image": "i:1"}, {"job_variables": {"image": "i:1"}}):
+        deployment = client.read_deployment(deploy("imageless", "my_training:train_fn", **options, **given))
+        assert deployment.job_variables["image"] == "i:1"
+
+
+def test_a_deployment_waits_in_the_work_queue_that_it_names(client):
+    options = {"work_pool": "process-pool"}
+    found = deploy("urgent", "my_training:train_fn", **options, work_queue="high", max_restarts=1)
+    assert client.read_deployment(found).work_queue_name == "high"
+    assert client.read_deployment_by_name("resume/train-urgent").work_queue_name == "high"
+    assert deploy("urgent", "my_training:train_fn", **options) == found
+    assert client.read_deployment(found).work_queue_name == "default"
+
+
+def test_schedules_that_somebody_added_stay_and_that_of_an_earlier_call_ends(client):
+    def crons(deployment_id):
+        return sorted(getattr(it.schedule, "cron", "by hand") for it in client.read_deployment_schedules(deployment_id))
+
+    options = {"work_pool": "process-pool"}
+    found = deploy("scheduled", "my_training:train_fn", **options)
+    client.create_deployment_schedules(found, [(IntervalSchedule(interval=timedelta(hours=1)), True)])
+    deploy("scheduled", "my_training:train_fn", **options)
+    assert crons(found) == ["by hand"]
+    deploy("scheduled", "my_training:train_fn", **options, cron="0 3 * * *")
+    deploy("scheduled", "my_training:train_fn", **options, cron="0 4 * * *")
+    assert crons(found) == ["0 4 * * *"]
+    client.create_deployment_schedules(found, [(IntervalSchedule(interval=timedelta(hours=1)), True)])
+    deploy("scheduled", "my_training:train_fn", **options)
+    assert crons(found) == ["by hand"]
 
 
 def test_a_work_pool_that_does_not_exist_is_named():
