@@ -4,7 +4,7 @@
 #     docker build --tag registry/train .                             # for NVIDIA GPUs
 #     docker build --tag registry/train --build-arg DEVICE=cpu .      # gigabytes smaller
 #
-# Your own training goes on top of it: FROM registry/train, COPY my_training.py /work/.
+# Your own training goes on top of it: FROM registry/train, RUN pip install what it needs, COPY my_training.py /work/.
 ARG PYTHON=3.11
 FROM python:${PYTHON}-slim AS build
 
@@ -39,7 +39,10 @@ FROM python:${PYTHON}-slim
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini libgomp1 git \
     && rm -rf /var/lib/apt/lists/*
-COPY --from=build /opt/venv /opt/venv
+RUN useradd --create-home --uid 1000 trainer \
+    && install --directory --owner trainer --group trainer /work
+# The user's own, for `RUN pip install` in images on top of this one.
+COPY --from=build --chown=trainer:trainer /opt/venv /opt/venv
 
 # PYTHONPATH: train_fn="my_training:train_fn" is found beside where the flow runs, whatever starts it.
 # SIGTERM_BEHAVIOR: unless told so, what Prefect starts in a container ends at once on SIGTERM, and the flow is killed with it.
@@ -52,8 +55,6 @@ ENV PATH=/opt/venv/bin:$PATH \
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR=reschedule \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-RUN useradd --create-home --uid 1000 trainer \
-    && install --directory --owner trainer --group trainer /work
 USER trainer
 WORKDIR /work
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from commits import commit
+from prefect.deployments.steps import set_working_directory
 from prefect.flows import Flow
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
@@ -15,8 +16,8 @@ from prefect_torch.deployments.automations import make_resumer
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, SlurmCluster, evaluate, prune, train
 from prefect_torch.flows.arguments import initial_checkpoint
-
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+
 ROOT = Path(__file__).parents[2]
 ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
@@ -25,6 +26,14 @@ ENTRIES = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 def test_every_entrypoint_of_prefect_yaml_is_a_flow(entry):
     module, _, name = entry["entrypoint"].partition(":")
     assert isinstance(getattr(importlib.import_module(module), name), Flow)
+
+
+def test_the_pull_step_in_the_comment_of_prefect_yaml_leads_to_the_code_in_the_image():
+    (comment,) = re.findall(r"(?m)^#( +pull:\n(?:#  +.+\n)+)", (ROOT / "prefect.yaml").read_text())
+    ((step,),) = yaml.safe_load(comment.replace("\n#", "\n")).values()
+    (working_dir,) = re.findall(r"(?m)^WORKDIR (\S+)\n", (ROOT / "Dockerfile").read_text().partition("USER trainer")[2])
+    assert step == {"prefect.deployments.steps.set_working_directory": {"directory": working_dir}}
+    assert callable(set_working_directory)
 
 
 def test_a_deployment_carries_its_parameters_as_json():
@@ -53,15 +62,6 @@ def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
         make_deployment("tuned", "my_training:train_fn", resume_from=Checkpoint.from_directory(tmp_path))
 
 
-def test_the_run_form_shows_every_parameter_with_its_description():
-    schema = train.parameters.model_dump()
-    assert list(schema["properties"]) == ["train_fn", "config", "scaling", "run", "checkpoint", "failure", "resume_from"]
-    assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
-    assert schema["properties"]["train_fn"]["type"] == "string"
-    assert schema["required"] == ["train_fn"]
-    for name in ("ScalingConfig", "RunConfig", "CheckpointConfig", "FailureConfig"):
-        assert all(field.get("description") for field in schema["definitions"][name]["properties"].values())
-    storage = schema["definitions"]["RunConfig"]["properties"]["storage"]
 @pytest.mark.parametrize("cluster", [Hosts(["gpu1"]), SlurmCluster()], ids=lambda cluster: cluster.kind)
 def test_machines_have_the_interpreter_of_where_the_flow_runs_instead_of_where_it_was_deployed(monkeypatch, cluster):
     deployed = make_deployment("there", "my_training:train_fn", scaling=ScalingConfig(cluster=cluster)).parameters["scaling"]
@@ -73,6 +73,15 @@ def test_machines_have_the_interpreter_of_where_the_flow_runs_instead_of_where_i
         assert [" /there/bin/python -m " in command.replace("'", " ") for command in commands] == [True]
 
 
+def test_the_run_form_shows_every_parameter_with_its_description():
+    schema = train.parameters.model_dump()
+    assert list(schema["properties"]) == ["train_fn", "config", "scaling", "run", "checkpoint", "failure", "resume_from"]
+    assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
+    assert schema["properties"]["train_fn"]["type"] == "string"
+    assert schema["required"] == ["train_fn"]
+    for name in ("ScalingConfig", "RunConfig", "CheckpointConfig", "FailureConfig"):
+        assert all(field.get("description") for field in schema["definitions"][name]["properties"].values())
+    storage = schema["definitions"]["RunConfig"]["properties"]["storage"]
     slugs = {schema["definitions"][choice["$ref"].rpartition("/")[2]]["block_type_slug"] for choice in storage["anyOf"][1:]}
     assert {"checkpoint-storage", "local-file-system", "remote-file-system", "s3-bucket"} <= slugs
     assert CheckpointStorage._block_type_slug in slugs
