@@ -2,23 +2,28 @@
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
 from base64 import urlsafe_b64encode
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import kubernetes
 import kubernetes_validate
 import pytest
+import yaml
 from engine_servers import KubernetesServer
+from prefect_servers import wait_until
 from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
-from prefect_torch.tasks.gang.engines.kubernetes_job import AgentPods, job
+from prefect_torch.tasks.gang.engines.kubernetes_job import JOB_SET_GROUP, AgentPods, job
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.gathering import gather
@@ -28,6 +33,8 @@ from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from pydantic import ValidationError
 from servers import free_port
+
+SEVERAL_MACHINES = Path(__file__).parents[3] / "docs/how-to/several-machines.md"
 
 
 class Asked:
@@ -112,6 +119,62 @@ def test_a_refused_request_names_the_rights_that_are_needed(api, monkeypatch):
         KubernetesCluster(image="image").lend(WANTED, Asked()).__enter__()
 
 
+@pytest.mark.parametrize("group", ["batch", JOB_SET_GROUP])
+def test_the_documented_role_allows_what_is_requested_and_nothing_else(monkeypatch, tmp_path, group):
+    """A manifest also where there are no JobSets, of which `kubectl create role` would say that it does not know them."""
+    (role,) = re.findall(r"```yaml\n(# role\.yaml.*?)```", SEVERAL_MACHINES.read_text(), re.DOTALL)
+    rules = yaml.safe_load(role)["rules"]
+    allowed = {(verb, rule["apiGroups"][0], rule["resources"][0]) for rule in rules for verb in rule["verbs"]}
+    requested = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            api, _, below = self.path.partition("?")[0].partition("/namespaces/own/")
+            resource, _, name = below.partition("/")
+            verb = {"POST": "create", "DELETE": "delete", "GET": "get" if name else "list"}[self.command]
+            if resource:
+                requested.add((verb, api.split("/")[2] if api.startswith("/apis/") else "", resource))
+            answer = {"apiVersion": "v1", "kind": "Any", "metadata": {"name": "any", "uid": "uid"}}
+            if verb == "get":
+                answer["spec"] = {"containers": [{"name": "flow", "image": "registry/own:1"}]}
+            if verb == "list":
+                answer |= {"groups": [{"name": group, "versions": []}], "items": []}
+            body = json.dumps(answer).encode()
+            self.send_response(201 if self.command == "POST" else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_DELETE = do_GET  # noqa: N815 - names of the base class
+
+        def log_message(self, *_):
+            pass
+
+    own_pod(tmp_path, {"kubernetes.io": {"pod": {"name": "flow"}}})
+    monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    configuration = kubernetes.client.Configuration()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+        configuration.host = f"http://127.0.0.1:{http.server_port}"
+        monkeypatch.setattr(kubernetes.client.Configuration, "_default", configuration)
+        with KubernetesCluster().lend(WANTED, Asked()):
+            wait_until(lambda: ("list", "", "pods") in requested, requested)
+        http.shutdown()
+    other = "jobs" if group == JOB_SET_GROUP else "jobsets"
+    assert requested == {right for right in allowed if right[2] != other}
+
+
+def own_pod(account, claims):
+    """Write the service account's files as a pod has them."""
+    (account / "namespace").write_text("own")
+    payload = urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+    (account / "token").write_text(f"header.{payload}.signature")
+
+
 def test_outside_of_a_pod_an_image_is_needed(api, monkeypatch):
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
     with pytest.raises(ValueError, match=r"KubernetesCluster\(image=\.\.\.\) is needed"):
@@ -178,9 +241,7 @@ def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods
 )
 def test_the_flows_own_pod_is_found_where_the_host_name_is_the_machines(api, monkeypatch, tmp_path, claims):
     """As in a pod with hostNetwork; only its token has its name."""
-    (tmp_path / "namespace").write_text("own")
-    payload = urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
-    (tmp_path / "token").write_text(f"header.{payload}.signature")
+    own_pod(tmp_path, claims)
     asked = []
     pod = SimpleNamespace(metadata=SimpleNamespace(name="flow-1", uid="7"))
     monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
