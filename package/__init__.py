@@ -116,6 +116,9 @@ __all__ = [
     "train",
 ]
 
+if sys.platform == "win32":
+    raise ImportError("prefect-torch does not run on Windows: use Linux, for example in WSL 2 or a container")
+
 sys.meta_path.append(MovedModules())
 
 if not TYPE_CHECKING:  # for which a name that does not exist is an error

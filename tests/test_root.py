@@ -37,6 +37,12 @@ def test_what_a_rank_takes_from_the_root_does_not_import_prefect():
     assert not loaded_by(f"from prefect_torch import {', '.join(RANKS_NAMES)}") & {"prefect", "torch"}
 
 
+def test_windows_is_refused_in_words():
+    program = "import sys; sys.platform = 'win32'; import prefect_torch"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ImportError: prefect-torch does not run on Windows: use Linux" in done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'prefect_torch' has no attribute 'nosuch'"):
         _ = prefect_torch.nosuch
