@@ -6,6 +6,7 @@ import pty
 import re
 import resource
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -37,6 +39,7 @@ from prefect_torch.tasks.prefect_api.settings import using
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
 LOSSES = [0.9, 0.2, float("nan"), 0.4, 0.5]
 ERROR = "rank 1 of attempt 2 failed: ValueError: bad [red]loss\n\nTraceback\nValueError: bad [red]loss\nof two lines\n"
@@ -121,6 +124,7 @@ def test_runs_are_listed(storage, command, as_json):
         "checkpoints": 5,
         "bytes": 1_500_020,
         "state": "completed",
+        "began_at": newest_attempt(CheckpointStore.open(storage, "one")).claimed_at,
         "trials": None,
     }
     assert listed[1]["bytes"] == store.latest().total_bytes
@@ -145,10 +149,23 @@ def test_listing_runs_reads_no_manifest(local, command, monkeypatch):
     ids=lambda value: value if isinstance(value, str) else "owner",
 )
 def test_an_attempt_without_an_outcome_is_told_by_its_process(local, as_json, owner, state):
-    claim_attempt(CheckpointStore.open(local, "run"), owner, world_size=1)
-    assert as_json("ls", local) == [
-        {"name": "run", "attempts": 1, "latest_step": None, "checkpoints": 0, "bytes": 0, "state": state, "trials": None}
-    ]
+    claimed = claim_attempt(CheckpointStore.open(local, "run"), owner, world_size=1)
+    (summary,) = as_json("ls", local)
+    assert (summary["name"], summary["attempts"], summary["latest_step"], summary["checkpoints"]) == ("run", 1, None, 0)
+    assert (summary["state"], summary["began_at"]) == (state, claimed.claimed_at)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_the_documented_command_deletes_the_completed_runs_of_some_time_ago(tmp_path, monkeypatch):
+    (commands,) = re.findall(r"```console\n\$ ([^`]*jq [^`]*)```", (ROOT / "docs/how-to/schedule.md").read_text())
+    storage = tmp_path / "checkpoints"
+    train(str(storage), "new")
+    monkeypatch.setattr(claims, "utc_now", lambda: "2020-01-01T00:00:00+00:00")
+    train(str(storage), "old")
+    train(str(storage), "left", ending="failed")
+    programs = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(commands, shell=True, cwd=tmp_path, env=programs, check=True)
+    assert sorted(path.name for path in storage.iterdir()) == ["left", "new"]
 
 
 def test_folders_beside_the_runs_are_not_walked(local, command, monkeypatch):

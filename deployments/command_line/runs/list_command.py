@@ -45,7 +45,8 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
       trials (of a sweep, else null),
       state: completed, failed, preempted, suspended, yielded (to a more
         urgent flow run), cancelled, running,
-        lost (its process is gone), unknown (it is on another machine)
+        lost (its process is gone), unknown (it is on another machine),
+      began_at: when the newest attempt began (UTC), or null
     --json of checkpoints: a list of
       id, step, attempt, metrics, bytes, created_at, pinned, kept_because
     --json of trials: a list of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts.attempt import read_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, read_attempt
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, State, status_of
 from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
@@ -32,6 +32,7 @@ class RunSummary:
         latest_step: The step of the newest checkpoint, or None.
         checkpoints: The number of committed checkpoints.
         bytes: The size of all checkpoint data, committed or not.
+        began_at: When the newest attempt began (UTC, ISO 8601); None if its record cannot be read.
         trials: The number of a sweep's trials, whose checkpoints and bytes are counted here; None for a training.
         state: The recorded ending of the newest attempt; else "running", "lost" (its process is gone) or "unknown" (its
             process is on another machine).
@@ -44,6 +45,7 @@ class RunSummary:
     checkpoints: int
     bytes: int
     state: State
+    began_at: str | None = None
     trials: int | None = None
 
 
@@ -99,20 +101,19 @@ class _Seen:
         return bool(self.attempts or self.checkpoints)
 
     def summary(self, store: CheckpointStore) -> RunSummary:
+        newest = max(self.attempts, default=None)
+        claim = None if newest is None else store.leave_out_newer(lambda: read_attempt(store, newest))
         return RunSummary(
             name=store.run,
             attempts=max(map(attempt_number, self.attempts), default=0),
             latest_step=step_of(max(self.checkpoints)) if self.checkpoints else None,
             checkpoints=len(self.checkpoints) + len(self.trial_checkpoints),
             bytes=sum(self.data.values()),
-            state=self._state(store),
+            state="unknown" if claim is None else self._state(store, claim),
+            began_at=None if claim is None else claim.claimed_at,
             trials=len(self.trials) if self.is_sweep else None,
         )
 
-    def _state(self, store: CheckpointStore) -> State:
-        newest = max(self.attempts, default=None)
-        claim = None if newest is None else store.leave_out_newer(lambda: read_attempt(store, newest))
-        if claim is None:
-            return "unknown"
+    def _state(self, store: CheckpointStore, claim: Attempt) -> State:
         ended = stem(self.layout.outcome(claim.number)) in self.outcomes
         return (status_of(store, claim) if ended else AttemptStatus(claim, None)).state
