@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     )
     from prefect_torch.tasks import get_device, prepare_data_loader, prepare_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _FOLDERS = {
     "Checkpoint": ".ckpt",
