@@ -63,9 +63,13 @@ def draw_coordinates(trials: Sequence[SeenTrial], metric: str, mode: str, order:
     names = [name for name in names if name in sorted(names, key=lambda it: _place(it, order))[:MAX_PARAMETERS]]
     if len(shown) < 2 or not names:  # noqa: PLR2004 - one line compares nothing
         return None
-    rows: list[Mapping[str, Value]] = [{**trial.parameters, metric: trial.value} for trial in shown]
-    columns = [*(name for name in names if name != metric), metric]
-    scales = [_scale(name, [row[name] for row in rows if name in row]) for name in columns]
+    # By the number of the column: a parameter may have the metric's name.
+    rows: list[dict[int, Value]] = [
+        {number: trial.parameters[name] for number, name in enumerate(names) if name in trial.parameters}
+        | {len(names): trial.value}
+        for trial in shown
+    ]
+    scales = [_scale(name, [row[number] for row in rows if number in row]) for number, name in enumerate([*names, metric])]
     gap = (WIDTH - 2 * _SIDE) / (len(scales) - 1)
     lines = [
         _line(scales, row, gap, share=number / (len(rows) - 1), is_best=number == 0)
@@ -138,9 +142,9 @@ def _show(value: Value) -> str:
     return show_compact(value) if is_number(value) else str(value)
 
 
-def _line(scales: Sequence[Scale], row: Mapping[str, Value], gap: float, *, share: float, is_best: bool) -> str:
-    places = ((number, scale) for number, scale in enumerate(scales) if scale.name in row)
-    points = [(_SIDE + number * gap, _y(scale.positions[repr(row[scale.name])])) for number, scale in places]
+def _line(scales: Sequence[Scale], row: Mapping[int, Value], gap: float, *, share: float, is_best: bool) -> str:
+    places = ((number, scale) for number, scale in enumerate(scales) if number in row)
+    points = [(_SIDE + number * gap, _y(scale.positions[repr(row[number])])) for number, scale in places]
     if is_best:
         return polyline(points, COLOURS[2], "2.6")
     mixed = (round(good + (bad - good) * share) for good, bad in zip(_GOOD, _BAD, strict=True))

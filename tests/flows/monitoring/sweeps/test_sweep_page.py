@@ -206,6 +206,18 @@ def test_values_beside_an_axis_are_whole_and_lie_upon_no_other():
     assert all(float(it.get("x")) >= 7 * len(it.text) for it in texts)  # pixels of a bold digit
 
 
+@pytest.mark.parametrize("others", [{}, {"lr": 0.1}], ids=["alone", "beside another"])
+def test_a_parameter_with_the_name_of_the_metric_has_an_axis_of_its_own(others):
+    tried = [(1, 10.0), (2, 20.0)]
+    trials = [
+        SeenTrial(i, f"{i}", "completed", None, {"x": x, **{name: it * x for name, it in others.items()}}, {}, score)
+        for i, (x, score) in enumerate(tried)
+    ]
+    texts = [it for it in ET.fromstring(draw_coordinates(trials, "x", "max", [])).iter() if it.get("text-anchor")]
+    assert [it.text for it in texts if it.get("y") == "13.0"] == ["x", *others, "x"]
+    assert {"1", "2", "10", "20"} <= {it.text for it in texts if it.get("text-anchor") == "end"}
+
+
 def test_the_state_of_the_flow_run_says_the_best_value_and_its_trial():
     _, definition = store_sweep(MemoryStorage())
     assert summarize_sweep(definition, history_of(events_of_a_sweep())) == "5 trials, loss 0.5 (best of trial 3), 1 failed"
