@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from prefect_torch.flows.monitoring.pages.drawing.axis import WIDE_RATIO, Axis, log_axis, value_axis
+from prefect_torch.flows.monitoring.pages.drawing.curves import LARGEST
 from prefect_torch.flows.monitoring.pages.drawing.svg import (
     COLOURS,
     WIDTH,
@@ -107,10 +109,10 @@ def _place(name: str, order: Sequence[str]) -> int:
 
 
 def _scale(name: str, values: Sequence[Value]) -> Scale:
-    numbers = [float(value) for value in values if is_number(value)]
+    numbers = [float(value) for value in values if _is_drawable(value)]
     if len(numbers) == len(values) and len(set(numbers)) > 1:
         axis = _number_axis(numbers)
-        positions = {repr(value): axis.position(float(value)) for value in values if is_number(value)}
+        positions = {repr(value): axis.position(float(value)) for value in values if _is_drawable(value)}
         few = len(set(numbers)) <= _FEW
         ticks = [(axis.position(tick), show_compact(tick)) for tick in (sorted(set(numbers)) if few else axis.ticks)]
         return Scale(name, positions, _legible(ticks) if few else ticks, _note(axis))
@@ -139,7 +141,12 @@ def _note(axis: Axis) -> str:
 
 
 def _show(value: Value) -> str:
-    return show_compact(value) if is_number(value) else str(value)
+    return show_compact(value) if _is_drawable(value) else str(value)
+
+
+def _is_drawable(value: Value) -> TypeGuard[float]:
+    """Return whether a value has a place on an axis of numbers: infinity, such as a limit that is none, and NaN have not."""
+    return is_number(value) and abs(value) <= LARGEST
 
 
 def _line(scales: Sequence[Scale], row: Mapping[int, Value], gap: float, *, share: float, is_best: bool) -> str:

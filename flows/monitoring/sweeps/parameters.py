@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
+from prefect_torch.ckpt.runs.metrics import as_float
+
 Value: TypeAlias = bool | int | float | str | None
 _FEWEST = 8  # trials below which chance explains everything
 _GROUPS = 4  # of a parameter with more values: quarters of the trials by its value
@@ -88,7 +90,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _groups(values: Sequence[Value]) -> list[object]:
     """Return the group of each value: that of equal values, or the quarter of a number among the numbers."""
-    numbers = [float(it) for it in values if is_number(it)]
+    numbers = [as_float(it) for it in values if is_number(it)]
     if len(set(numbers)) <= _GROUPS:
         return [repr(value) for value in values]
     quarters = iter([int((rank + 0.5) * _GROUPS / len(numbers)) for rank in _ranks(numbers)])

@@ -13,7 +13,7 @@ from prefect_torch.flows.monitoring.pages.attempt_log import Position
 MAX_POINTS = 200
 MAX_CURVES = 50
 _HELD_POINTS = 4 * MAX_POINTS
-_LARGEST = 1e300  # differences of larger numbers overflow
+LARGEST = 1e300  # differences of larger numbers overflow
 
 Point: TypeAlias = tuple[int, float]
 
@@ -45,7 +45,7 @@ class Curve:
         number = _number(value)
         if number is None:
             return
-        if math.isnan(number) or abs(number) > _LARGEST:
+        if math.isnan(number) or abs(number) > LARGEST:
             self.num_odd += 1
             return
         self.low = number if self.low is None else min(self.low, number)
@@ -116,7 +116,7 @@ def finite_values(history: Iterable[MetricRecord], metric: str) -> Iterator[tupl
     """Yield each report with a value of a metric that can be drawn: finite, and with finite differences to others."""
     for record in history:
         score = find_score(record.metrics, metric)
-        if score is not None and abs(value := as_float(score)) <= _LARGEST:
+        if score is not None and abs(value := as_float(score)) <= LARGEST:
             yield record, value
 
 

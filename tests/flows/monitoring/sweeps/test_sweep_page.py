@@ -23,7 +23,7 @@ from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.monitoring.sweeps.trial_chart import draw_best
 from prefect_torch.flows.monitoring.sweeps.trial_curves import TrialCurve
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial, SweepView, count_states
-from prefect_torch.flows.monitoring.text import page_url
+from prefect_torch.flows.monitoring.text import page_url, shorten
 from prefect_torch.flows.sweeps.journal.events import TrialReported
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, apply, history_of
 from stored_sweeps import FLOW_RUN, events_of_a_sweep, store_sweep, store_trial, trial_run
@@ -216,6 +216,16 @@ def test_a_parameter_with_the_name_of_the_metric_has_an_axis_of_its_own(others):
     texts = [it for it in ET.fromstring(draw_coordinates(trials, "x", "max", [])).iter() if it.get("text-anchor")]
     assert [it.text for it in texts if it.get("y") == "13.0"] == ["x", *others, "x"]
     assert {"1", "2", "10", "20"} <= {it.text for it in texts if it.get("text-anchor") == "end"}
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan, 10**400], ids=str)
+def test_a_parameter_that_is_no_finite_number_in_a_trial_is_drawn_by_its_words(odd):
+    """A choice of limits, of which one is none."""
+    tried = [0.5, 1.0, odd, odd, 0.5, 1.0, odd, odd]
+    trials = [SeenTrial(i, f"{i}", "completed", None, {"clip": clip}, {}, 1.0 + i) for i, clip in enumerate(tried)]
+    texts = [it.text for it in ET.fromstring(draw_coordinates(trials, "loss", "min", [])).iter() if it.get("x") == "70.0"]
+    assert texts == ["0.5", "1", shorten(str(odd), 12)]
+    assert importances([it.parameters for it in trials], [it.value for it in trials]).keys() == {"clip"}
 
 
 def test_the_state_of_the_flow_run_says_the_best_value_and_its_trial():
