@@ -205,10 +205,12 @@ class Checkpoint:
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
             CheckpointCorruptError: If a file differs from the committed one.
-            ValueError: If a pattern matches no file, naming some of the files.
+            ValueError: If a pattern matches no file, naming some of the files, or if `path` lies in the checkpoint itself.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
+        if path is not None and _lies_in(self.path, path):
+            raise ValueError(f"{fspath(path)} lies in the checkpoint {self.path} itself: give another directory")
         if self.store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
@@ -414,6 +416,11 @@ def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
             with suppress(OSError):  # another process uses it by now
                 target.rmdir()
         raise
+
+
+def _lies_in(checkpoint: str, path: str | PathLike[str]) -> bool:
+    """Return whether `path` is the local directory of a checkpoint, or is below it."""
+    return "://" not in checkpoint and Path(path).expanduser().resolve().is_relative_to(Path(checkpoint).resolve())
 
 
 def _named(path: str | PathLike[str]) -> str:

@@ -169,12 +169,13 @@ class SweepResult:
 
     @property
     def trials_dataframe(self) -> "pd.DataFrame":
-        """A row per trial: number, state, reason, run, its config as "config/a/b" and its metrics as "a/b".
+        """A row per trial: its config as "config/a/b", its metrics as "a/b", and number, state, reason and run where no metric
+        has that name.
 
         Raises:
             ImportError: If pandas is not installed.
 
-        """
+        """  # noqa: D205 - one sentence
         try:
             import pandas as pd  # noqa: PLC0415 - optional
         except ImportError as exc:

@@ -155,6 +155,55 @@ def test_an_empty_folder_is_a_checkpoint(store, tmp_path):
         session.report({}, Checkpoint.from_directory("/nowhere"))
 
 
+@behaviour("ray.train.report", "stores the targets of links, and no file modes", verdict="same")
+def test_a_link_is_stored_as_its_target(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    (tmp_path / "c/model").chmod(0o700)
+    (tmp_path / "c/best").symlink_to("model")
+    (tmp_path / "c/linked").symlink_to(folder(tmp_path / "parts", part="y").path)
+    Attempt(store).session().report({}, checkpoint)
+    assert read_files(store.checkpoint(store.list()[-1])) == {"model": b"x", "best": b"x", "linked/part": b"y"}
+    stored = Path(store.checkpoint(store.list()[-1]).path)
+    assert not (stored / "best").is_symlink()
+    assert not (stored / "model").stat().st_mode & 0o100
+
+
+@behaviour(
+    "ray.train.report",
+    "leaves out a link to nothing without a word",
+    verdict="refused",
+    reason="it is a ValueError that names the link",
+)
+def test_a_link_to_nothing_is_no_part_of_a_checkpoint(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    (tmp_path / "c/best").symlink_to("gone")
+    with pytest.raises(ValueError, match="best is a link to nothing"):
+        Attempt(store).session().report({}, checkpoint)
+
+
+@behaviour(
+    "ray.train.report",
+    "stores empty subdirectories",
+    verdict="different",
+    reason="only files are stored, so that a checkpoint is the same in every storage; create a directory that you expect",
+)
+def test_an_empty_subfolder_is_not_stored(store, tmp_path):
+    checkpoint = folder(tmp_path / "c", model="x")
+    (tmp_path / "c/logs").mkdir()
+    Attempt(store).session().report({}, checkpoint)
+    with store.checkpoint(store.list()[-1]).as_directory() as directory:
+        assert [path.name for path in Path(directory).iterdir()] == ["model"]
+
+
+@behaviour("ray.train.report", "may be called in a thread that the function has started", verdict="same")
+def test_a_thread_may_report(store, tmp_path):
+    with as_rank(Attempt(store).session()):
+        thread = threading.Thread(target=report, args=({"epoch": 1}, folder(tmp_path / "c", model="x")))
+        thread.start()
+        thread.join()
+    assert epochs(store.list()) == [1]
+
+
 @behaviour(
     "ray.train.report",
     "lets files of one name collide without an error: the last uploaded stays",
@@ -345,7 +394,7 @@ def test_a_report_starts_no_validation():
     "ray.train.report",
     "refuses metrics that hold torch tensors",
     verdict="better",
-    reason="a tensor of one number becomes that number; larger ones are refused before anything is stored",
+    reason="a 0-d tensor becomes its number; one with a shape is refused before anything is stored",
 )
 def test_tensors_of_one_number_are_numbers(store, tmp_path):
     assert commit(store, tmp_path, {"loss": torch.tensor(0.5)}).metrics == {"loss": 0.5}

@@ -499,6 +499,17 @@ def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path
     assert (directory / "model").read_bytes() == b"x"
 
 
+@pytest.mark.parametrize("below", ["", "copy"])
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "committed"])
+def test_a_checkpoint_is_not_copied_into_itself(local, tmp_path, is_plain, below):
+    checkpoint = folder(tmp_path / "c", model="x") if is_plain else commit(local, tmp_path, model="x")
+    checkpoint.set_metadata({"a": 1})
+    before = sorted(Path(checkpoint.path).rglob("*"))
+    with pytest.raises(ValueError, match=f"lies in the checkpoint {checkpoint.path} itself: give another directory"):
+        checkpoint.to_directory(Path(checkpoint.path) / below)
+    assert sorted(Path(checkpoint.path).rglob("*")) == before
+
+
 def test_a_pruned_checkpoint_is_not_found_by_run_and_id(remote, tmp_path):
     old = commit(remote, tmp_path, model="x")
     commit(remote, tmp_path, model="y")
