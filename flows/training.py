@@ -121,8 +121,8 @@ def train(
         resume_from: The initial checkpoint, of another run, used while this run has none of its own.
 
     Raises:
-        Exception: The last failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
-            RankFailedError of a process that died.
+        Exception: The last failure: the function's own exception, from a RankFailedError with the rank's traceback, or that
+            RankFailedError itself, if the rank's process died or pickle cannot rebuild the exception.
         ValueError: If an argument is invalid; nothing was started.
         RunBusyError: If another flow run that is alive trains this run.
         CheckpointError: If the run cannot be resumed.

@@ -52,7 +52,7 @@ from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prepare import data_loader
-from prefect_torch.tasks.rank.program.call import _call
+from prefect_torch.tasks.rank.program.call import _call, failure_of
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature
 from prefect_torch.tasks.training.restarts import Restarts, _failures_before
 from prunes import prune_as_leader
@@ -1356,13 +1356,23 @@ def failure(result):
     "ray.train.torch.TorchTrainer",
     "fit() raises a TrainingFailedError that has the workers' exceptions",
     verdict="different",
-    reason="`train` raises the exception of the function, from a RankFailedError with the rank's own traceback",
+    reason="`train` raises the exception of the function, from a RankFailedError with the rank's own traceback; one "
+    "that pickle cannot rebuild is only that RankFailedError",
     short="the function's own error",
 )
 def test_a_failed_training_raises_what_its_function_raised(failure):
     assert type(failure) is ValueError
     assert isinstance(failure.__cause__, RankFailedError)
     assert "in fail_after_the_checkpoint" in failure.__cause__.traceback
+    assert failure_of(UnicodeError("pickled"), "user").exception is not None
+    assert failure_of(_TwoArgumentsError(1, "not pickled"), "user").exception is None
+
+
+class _TwoArgumentsError(Exception):
+    """Cannot be rebuilt: pickle calls it with the arguments of Exception, of which there is one."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
 
 
 @behaviour(
