@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from prefect_torch.ckpt.runs.layout import RUN_NAME
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
 from prefect_torch.tasks.rank.user_code.code_pickle import dump
+from prefect_torch.tasks.rank.user_code.function_reference import name_of
 from pydantic import Field, PlainSerializer, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -15,7 +16,7 @@ _LATE = rf"{RUN_NAME}/(metrics/.*|latest\.json)"  # if a killed node has not cop
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.
 _Function = SkipJsonSchema[
-    Annotated[Callable[[str, str], Any], PlainSerializer(lambda it: f"{it.__module__}:{it.__qualname__}", when_used="json")]
+    Annotated[Callable[[str, str], Any], PlainSerializer(lambda it: f"{it.__module__}:{name_of(it)}", when_used="json")]
 ]
 
 

@@ -15,7 +15,7 @@ import cloudpickle
 from prefect_torch.ckpt.context import context_or_none
 
 from .code_pickle import dump
-from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
+from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable, name_of
 from .shadowing import check_is_package
 
 _unpacking: list[str] = []  # names of the functions whose module this rank is importing
@@ -74,13 +74,13 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
     reference, parameter = None, "eval_fn" if evaluates else "train_fn"
     value: TrainFunction | None = None
     if isinstance(function, str):
-        reference = check_reference(function, parameter)
+        name = reference = check_reference(function, parameter)
     elif callable(function):
         value = check_signature(function, evaluates=evaluates)
+        name = name_of(value)
     else:
         raise TypeError(f"{parameter} must be a function or 'module:function', not {type(function).__name__}")
     check_is_package("torch")
-    name = reference or str(getattr(function, "__qualname__", function))
     return PackedFunction(
         reference=reference,
         payload=_dump(value, config, f"{parameter} {name}"),

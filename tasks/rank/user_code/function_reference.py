@@ -1,5 +1,6 @@
 """References to training functions by name: checked without an import, and imported in a rank."""
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -95,7 +96,7 @@ def reference_to(function: str | TrainFunction) -> str:
     if not callable(function):
         raise TypeError(f"train_fn must be a function or 'module:function', not {type(function).__name__}")
     check_signature(function)
-    name = str(getattr(function, "__qualname__", function))
+    name = name_of(function)
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if module is not None and getattr(module, name, None) is function:
         if module.__name__ != "__main__" and is_importable(module):
@@ -154,6 +155,13 @@ def takes_checkpoint(function: TrainFunction) -> bool:
     return next(iter(parameters), None) == "checkpoint"
 
 
+def name_of(function: TrainFunction) -> str:
+    """Return the name of a function, of that in a partial, or of the class of another callable: their reprs may hold data."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
 def check_signature(function: TrainFunction, *, evaluates: bool = False) -> TrainFunction:
     """Return `function` if calling it with one argument, or with none, runs it to its end.
 
@@ -165,7 +173,7 @@ def check_signature(function: TrainFunction, *, evaluates: bool = False) -> Trai
         TypeError: If it is a class, a coroutine or a generator function, or needs more arguments.
 
     """
-    name = getattr(function, "__qualname__", repr(function))
+    name = name_of(function)
     if inspect.isclass(function):
         raise TypeError(f"function {name} is a class: give a function")
     if any(is_lazy(function) or is_lazy(function.__call__) for is_lazy in _LAZY):  # type: ignore[operator]  # any callable has it

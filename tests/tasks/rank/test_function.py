@@ -19,7 +19,7 @@ from prefect_torch.ckpt.context import TrainContext, set_context
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
-from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
+from prefect_torch.tasks.rank.user_code.function_reference import check_signature, name_of, takes_config
 
 
 def in_a_new_interpreter(packed) -> str:
@@ -303,6 +303,20 @@ class Callable:
 def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
     with pytest.raises(TypeError, match=message):
         pack_function(function, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (needs_two, "needs_two"),
+        (functools.partial(functools.partial(needs_two, other=bytes(10**6)), 1), "needs_two"),
+        (Trainer(), "Trainer"),
+    ],
+    ids=["function", "partial", "object"],
+)
+def test_the_name_of_a_function_has_none_of_its_data(function, name):
+    """A sweep stores it, and each rank has it as sys.argv[0]."""
+    assert name_of(function) == name
 
 
 @pytest.mark.parametrize(
