@@ -456,8 +456,16 @@ def test_a_block_with_a_profile_has_its_region_and_endpoint(monkeypatch, tmp_pat
     assert places() == ("eu-west-3", "http://lab:9000")
     client = AwsClientParameters(endpoint_url="http://other:9000")
     assert places(region_name="us-west-2", aws_client_parameters=client) == ("us-west-2", "http://other:9000")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://variable:9000")  # as boto3: before the profile's
-    assert places() == ("eu-west-3", None)
+    with monkeypatch.context() as variables:
+        variables.setenv("AWS_ENDPOINT_URL", "http://variable:9000")  # as boto3: before the profile's
+        assert places() == ("eu-west-3", "http://variable:9000")
+    section = "services = s\n[services s]\ns3 =\n  endpoint_url = http://section:9000\n"
+    (tmp_path / "config").write_text(f"[profile lab]\nregion = eu-west-3\nendpoint_url = http://lab:9000\n{section}")
+    assert places() == ("eu-west-3", "http://section:9000")
+    assert places(region_name="us-west-2") == ("us-west-2", "http://section:9000")
+    (tmp_path / "config").write_text("[profile lab]\nregion = cn-north-1\n")
+    assert places() == ("cn-north-1", "https://s3.cn-north-1.amazonaws.com.cn")
+    assert places(region_name="eu-west-3") == ("eu-west-3", None)
 
 
 def test_a_block_whose_profile_has_no_keys_leaves_them_to_the_machine(monkeypatch, tmp_path, moto):
@@ -479,7 +487,7 @@ def test_a_block_whose_profile_has_no_keys_leaves_them_to_the_machine(monkeypatc
 
 def test_a_profile_of_a_block_that_does_not_exist_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    with pytest.raises(ValueError, match=r"nowhere.* fix profile_name"):
+    with pytest.raises(ValueError, match=r"nowhere.* the block's profile_name"):
         resolve_storage(S3Bucket(bucket_name="bucket", credentials=AwsCredentials(profile_name="nowhere")))
 
 

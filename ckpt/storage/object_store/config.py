@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
 import obstore.store
+from prefect_torch.ckpt.storage.specs.aws import find_s3
 from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
@@ -31,6 +32,8 @@ _ALIASES = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
     "session_token": "aws_session_token",
+    "token": "aws_session_token",
+    "aws_token": "aws_session_token",
     "region": "aws_region",
     "default_region": "aws_region",
     "aws_default_region": "aws_region",
@@ -137,39 +140,49 @@ def promises_key_order(store: "ObjectStore") -> bool:
 
 
 def _complete_s3(config: dict[str, Any]) -> Any:
-    """Fill in the endpoint and the region as AWS' own tools find them; return a credential provider unless keys are given."""
-    provider, profile_endpoint = (None, None) if _names_credentials(config) else _from_boto3()
-    for endpoint in (*map(os.environ.get, ENDPOINT_VARIABLES), profile_endpoint):
-        if endpoint:
-            config.setdefault("aws_endpoint_url", endpoint)
-    has_region = provider is not None and "region" in provider.config
-    if not has_region and not _is_set(config, "aws_region", "aws_default_region"):
-        config["aws_region"] = "us-east-1"
-    return provider
+    """Fill in the endpoint and the region as AWS' own tools find them; return a provider of credentials.
 
+    None leaves them to object_store: those in variables, or an unsigned request.
 
-def _names_credentials(config: Mapping[str, Any]) -> bool:
-    return _is_set(config, "aws_access_key_id", "aws_skip_signature", "aws_web_identity_token_file")
+    Raises:
+        ValueError: If the AWS profile does not exist, names a section that does not exist, or cannot be parsed.
+
+    """
+    for name, variables in (("aws_endpoint_url", ENDPOINT_VARIABLES), ("aws_region", ("AWS_REGION",))):
+        if value := next(filter(None, map(os.environ.get, variables)), None):
+            config.setdefault(name, value)
+    has_login = _is_set(config, "aws_access_key_id", "aws_skip_signature") or "aws_web_identity_token_file" in config
+    if has_login and {"aws_endpoint_url", "aws_region"} <= config.keys():
+        return _given_keys(config)
+    import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
+
+    session = botocore.session.Session()
+    if has_login and session.profile is not None and session.profile not in session.available_profiles:
+        session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})  # variables are copied
+    region, endpoint = find_s3(session, config.get("aws_region"))
+    config.setdefault("aws_region", region or "us-east-1")
+    if endpoint is not None:
+        config.setdefault("aws_endpoint_url", endpoint)
+    return _given_keys(config) if has_login else _from_boto3(session)
 
 
 def _is_set(config: Mapping[str, Any], *names: str) -> bool:
     return any(config.get(name) or os.environ.get(name.upper()) for name in names)
 
 
-def _from_boto3() -> tuple[Any, str | None]:
-    """Return boto3's credential provider (profiles, SSO, roles; they refresh) and the endpoint of its profile."""
+def _given_keys(config: Mapping[str, Any]) -> Any:
+    """Return a provider of the keys in the options, or None; object_store would add the token of AWS_SESSION_TOKEN to them."""
+    keys = {name: config.get(f"aws_{name}") for name in ("access_key_id", "secret_access_key")}
+    if not all(keys.values()):
+        return None
+    return lambda: {**keys, "token": config.get("aws_session_token") or None, "expires_at": None}
+
+
+def _from_boto3(session: Any) -> Any:
+    """Return boto3's credential provider (profiles, SSO, roles; they refresh), or None if it finds no credentials."""
+    from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
+
     try:
-        import boto3  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
-        import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
-        import botocore.session  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
-        from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
-    except ImportError:  # boto3 is missing; object_store itself looks for a role of the machine
-        return None, None
-    session = botocore.session.Session()
-    try:
-        provider = Boto3CredentialProvider(boto3.Session(botocore_session=session))
-        return provider, session.get_scoped_config().get("endpoint_url")
-    except botocore.exceptions.ProfileNotFound as exc:
-        raise ValueError(f"{exc}: fix AWS_PROFILE, or add the profile to ~/.aws/config") from exc
-    except ValueError:  # boto3 finds none either
-        return None, None
+        return Boto3CredentialProvider(session)
+    except ValueError:  # object_store itself looks for a role of the machine
+        return None

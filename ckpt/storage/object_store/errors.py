@@ -22,7 +22,7 @@ from prefect_torch.ckpt.text import show_age
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
 _NOT_ENCRYPTED, _OF_STS = "source: BadScheme", "performing POST REDACTED"  # only requests to STS hide the address
-_NO_IDENTITY = "Failed to read token file"
+_NO_IDENTITY = re.compile(rf"Failed to read token file|{_PROVIDER}: FileNotFoundError")  # object_store's text, and boto3's
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
@@ -101,7 +101,7 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
             f"the credentials for {where} cannot be fetched: the address of AWS' STS must begin with https://, as object_store "
             "demands: change AWS_ENDPOINT_URL_STS, or unset AWS_WEB_IDENTITY_TOKEN_FILE for another login"
         )
-    if _NO_IDENTITY in text and not has_answered:
+    if not has_answered and _NO_IDENTITY.search(text) is not None:
         return OSError(f"the credentials for {where} cannot be fetched: {reason}; fix AWS_WEB_IDENTITY_TOKEN_FILE")
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:

@@ -1,13 +1,11 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
-import os
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 
-import botocore.exceptions  # type: ignore[import-untyped]  # ships no types
 import botocore.session  # type: ignore[import-untyped]  # ships no types
 import cloudpickle
 from prefect.blocks.core import Block
@@ -18,6 +16,7 @@ from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 
+from .aws import find_s3
 from .cloud_blocks import cloud_spec, is_cloud_block
 from .location import BLOCK_SLUGS, is_block_slug, parse_location
 
@@ -151,12 +150,7 @@ def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | N
     """
     if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
         return None, None
-    session = botocore.session.Session(profile=credentials.profile_name)
-    is_set = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    try:
-        return session.get_config_variable("region"), None if is_set else session.get_scoped_config().get("endpoint_url")
-    except botocore.exceptions.ProfileNotFound as exc:
-        raise ValueError(f"{exc}: fix profile_name of the AwsCredentials, or add the profile to ~/.aws/config") from exc
+    return find_s3(botocore.session.Session(profile=credentials.profile_name), credentials.region_name)
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:

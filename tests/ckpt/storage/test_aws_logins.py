@@ -1,0 +1,179 @@
+"""The login, region and endpoint of S3, compared with those of AWS' own tools in the same environment."""
+
+import textwrap
+from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
+
+import botocore.session
+import obstore
+import pytest
+from botocore.config import Config
+from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
+from servers import S3Server
+
+A_MINUTE = timedelta(minutes=1)
+KEYS = {"AWS_ACCESS_KEY_ID": "variable", "AWS_SECRET_ACCESS_KEY": "x"}
+TOKEN = {"AWS_SESSION_TOKEN": "token of variable"}
+LAB = {"AWS_PROFILE": "lab"}
+ROLE = {"AWS_WEB_IDENTITY_TOKEN_FILE": "TOKEN", "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/pod"}
+CONFIG = """
+    [default]
+    region = eu-west-1
+
+    [profile lab]
+    region = eu-west-3
+    endpoint_url = http://lab:9000
+
+    [profile sections]
+    region = eu-west-3
+    endpoint_url = http://lab:9000
+    services = of-lab
+
+    [services of-lab]
+    s3 =
+      endpoint_url = http://section:9000
+    sts =
+      endpoint_url = http://sts:9000
+
+    [profile china]
+    region = cn-north-1
+
+    [profile dual]
+    region = eu-west-3
+    use_dualstack_endpoint = true
+
+    [profile role]
+    role_arn = arn:aws:iam::123456789012:role/profile
+    source_profile = lab
+
+    [profile bare]
+    region = ap-south-1
+
+    [profile broken]
+    services = missing
+"""
+CREDENTIALS = "\n".join(
+    f"[{name}]\naws_access_key_id = of {name}\naws_secret_access_key = x"
+    for name in ("default", "lab", "sections", "china", "dual")
+)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Return a function that sets the variables of a machine with these profiles."""
+    (tmp_path / "config").write_text(textwrap.dedent(CONFIG))
+    (tmp_path / "credentials").write_text(CREDENTIALS)
+    (tmp_path / "token").write_text("token")
+
+    def set_variables(variables):
+        files = {"AWS_CONFIG_FILE": tmp_path / "config", "AWS_SHARED_CREDENTIALS_FILE": tmp_path / "credentials"}
+        for name, value in {**files, **variables}.items():
+            monkeypatch.setenv(name, str(tmp_path / "token") if value == "TOKEN" else str(value))
+
+    return set_variables
+
+
+def _signed_for(url):
+    """Return host, key, region and token of a presigned URL."""
+    parts = urlsplit(url)
+    query = parse_qs(parts.query)
+    key, _, region, _, _ = query["X-Amz-Credential"][0].split("/")
+    return f"{parts.scheme}://{parts.netloc}", key, region, query.get("X-Amz-Security-Token")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        KEYS,
+        {**KEYS, **TOKEN},
+        TOKEN,
+        LAB,
+        {**LAB, **KEYS},
+        {**LAB, **KEYS, **TOKEN},
+        {"AWS_DEFAULT_PROFILE": "lab"},
+        {**LAB, "AWS_DEFAULT_REGION": "us-west-2"},
+        {**LAB, **KEYS, "AWS_DEFAULT_REGION": "us-west-2", "AWS_ENDPOINT_URL": "http://variable:9000"},
+        {**LAB, "AWS_ENDPOINT_URL": "http://variable:9000"},
+        {**LAB, "AWS_ENDPOINT_URL": "http://variable:9000", "AWS_ENDPOINT_URL_S3": "http://s3:9000"},
+        {"AWS_PROFILE": "sections"},
+        {"AWS_PROFILE": "sections", **KEYS},
+        {"AWS_PROFILE": "bare", **KEYS},
+        {"AWS_PROFILE": "china"},
+        {**KEYS, "AWS_DEFAULT_REGION": "cn-northwest-1"},
+        {**KEYS, "AWS_DEFAULT_REGION": "us-gov-west-1"},
+        {**KEYS, "AWS_DEFAULT_REGION": "us-iso-east-1"},
+        {**KEYS, "AWS_DEFAULT_REGION": "us-east-1"},
+        {"AWS_PROFILE": "dual"},
+        {**KEYS, **ROLE},
+    ],
+    ids=lambda variables: "-".join(f"{name.removeprefix('AWS_').lower()}={value}" for name, value in variables.items()),
+)
+def test_a_bucket_is_requested_as_aws_own_tools_would_request_it(machine, variables):
+    machine(variables)
+    style = {"addressing_style": "path", "us_east_1_regional_endpoint": "regional"}
+    client = botocore.session.Session().create_client("s3", config=Config(signature_version="s3v4", s3=style))
+    theirs = client.generate_presigned_url("get_object", {"Bucket": "bucket", "Key": "x"})
+    ours = obstore.sign(ObstoreStorage("s3://bucket", {})._store, "GET", "x", A_MINUTE)
+    assert _signed_for(ours) == _signed_for(theirs)
+
+
+@pytest.mark.parametrize("variables", [ROLE, {**LAB, **ROLE}, {"AWS_PROFILE": "role"}, {"AWS_PROFILE": "role", **ROLE}])
+def test_a_role_is_the_one_that_aws_own_tools_would_assume(machine, variables):
+    machine(variables)
+    provider = ObstoreStorage("s3://bucket", {})._store.credential_provider
+    assert provider.credentials.method == botocore.session.Session().get_credentials().method
+
+
+def test_a_pod_with_a_web_identity_has_the_credentials_of_its_role(machine, moto: S3Server):
+    machine({**ROLE, "AWS_ENDPOINT_URL": moto.endpoint, "AWS_REGION": "eu-west-2"})
+    storage = ObstoreStorage(f"s3://{moto.new_bucket()}", {})
+    storage.put_bytes("run/x", b"1")
+    assert storage.get_bytes("run/x") == b"1"
+
+
+def test_the_regions_of_the_options_and_of_aws_region_come_before_all_others(machine):
+    machine({**LAB, "AWS_DEFAULT_REGION": "us-west-1", "AWS_REGION": "us-west-2"})
+    assert ObstoreStorage("s3://bucket", {})._store.config["region"] == "us-west-2"
+    assert ObstoreStorage("s3://bucket", {"region": "eu-central-1"})._store.config["region"] == "eu-central-1"
+
+
+def test_keys_in_the_options_have_no_token_of_others(machine):
+    machine({**KEYS, **TOKEN, "AWS_REGION": "eu-west-1"})
+    keys = {"aws_access_key_id": "given", "aws_secret_access_key": "x"}
+    for token in ({}, {"aws_session_token": "given, too"}):
+        store = ObstoreStorage("s3://bucket", {**keys, **token})._store
+        url = obstore.sign(store, "GET", "x", A_MINUTE)
+        assert _signed_for(url)[1:] == ("given", "eu-west-1", list(token.values()) or None)
+
+
+def test_a_section_of_the_profile_that_is_missing_is_named(machine):
+    machine({"AWS_PROFILE": "broken", **KEYS})
+    with pytest.raises(ValueError, match=r'"missing" services configuration does not exist.*: fix ~/.aws/config'):
+        ObstoreStorage("s3://bucket", {})
+
+
+def test_a_profile_that_does_not_exist_is_named(machine):
+    machine({"AWS_PROFILE": "nowhere"})
+    with pytest.raises(ValueError, match=r"nowhere.*fix AWS_PROFILE"):
+        ObstoreStorage("s3://bucket", {})
+
+
+@pytest.mark.parametrize("region", [None, "cn-north-1"])
+def test_keys_need_no_profile_on_a_machine_to_which_the_variables_were_copied(machine, region):
+    """They are, for ranks on other machines, which may have no configuration of AWS' tools."""
+    machine({"AWS_PROFILE": "nowhere", **KEYS, **({} if region is None else {"AWS_DEFAULT_REGION": region})})
+    keys = {"aws_access_key_id": "given", "aws_secret_access_key": "x"}
+    for options, key in (({}, "variable"), (keys, "given")):
+        url = obstore.sign(ObstoreStorage("s3://bucket", options)._store, "GET", "x", A_MINUTE)
+        host = "eu-west-1.amazonaws.com" if region is None else "cn-north-1.amazonaws.com.cn"
+        assert _signed_for(url)[:3] == (f"https://s3.{host}", key, region or "eu-west-1")
+
+
+def test_a_web_identity_without_its_file_is_told_at_once(machine):
+    machine({**ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": "/missing"})
+    storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0)))
+    with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix AWS_WEB_IDENTITY_TOKEN_FILE"):
+        storage.get_bytes("x")
