@@ -26,6 +26,11 @@ _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
 _DIRECTORY_BUCKET = "--x-s3"
+_NO_GOOGLE_LOGIN = "Unable to decode service account file"
+_GOOGLE_LOGINS = (
+    "; object_store knows neither workload identity federation nor impersonation: give a service account's key, in a GcsBucket "
+    "block or by GOOGLE_APPLICATION_CREDENTIALS, or use the login of `gcloud auth application-default login` or of the machine"
+)
 _ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
@@ -88,7 +93,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         else:
             config[_ALIASES.get(name, name)] = value
     is_s3 = url.startswith(("s3://", "s3a://"))
-    provider = _complete_s3(config) if is_s3 else None
+    provider = _complete_s3(config) if is_s3 else _given_azure_login(config)
     is_directory_bucket = is_s3 and url.split("/")[2].endswith(_DIRECTORY_BUCKET)
     if is_directory_bucket and "aws_endpoint_url" not in config and not _is_set(config, "aws_s3_express", "s3_express"):
         config["aws_s3_express"] = "true"  # such a bucket has a host and sessions of its own
@@ -118,7 +123,8 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
     try:
         return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
     except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter is for a URL, and does not name it
-        raise ValueError(f"{url} cannot be opened: {first_reason(exc)}") from exc
+        hint = _GOOGLE_LOGINS if _NO_GOOGLE_LOGIN in str(exc) else ""
+        raise ValueError(f"{url} cannot be opened: {first_reason(exc)}{hint}") from exc
 
 
 def _read_certificates(bundle: str) -> str:
@@ -186,3 +192,11 @@ def _from_boto3(session: Any) -> Any:
         return Boto3CredentialProvider(session)
     except ValueError:  # object_store itself looks for a role of the machine
         return None
+
+
+def _given_azure_login(config: Mapping[str, Any]) -> Any:
+    """Return a provider of the account key or SAS in the options, or None; object_store prefers several variables to them."""
+    for option, name in (("azure_storage_account_key", "access_key"), ("azure_storage_sas_key", "sas_token")):
+        if value := config.get(option):
+            return lambda: {name: value, "expires_at": None}
+    return None

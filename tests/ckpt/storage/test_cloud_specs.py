@@ -1,12 +1,15 @@
 """GcsBucket and AzureBlobStorageContainer blocks: their fields as a storage's specification, and real requests with it."""
 
 import json
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 
 import pytest
 from google_server import keeping_objects, service_account_key
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.tasks import RunConfig
 
 
@@ -38,6 +41,17 @@ def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, tmp_pa
             storage.get_bytes("run/y")
 
 
+@pytest.mark.parametrize("kind", ["external_account", "impersonated_service_account"])
+def test_a_login_of_google_that_the_client_does_not_know_is_refused_with_those_that_it_does(monkeypatch, tmp_path, kind):
+    (tmp_path / "login.json").write_text(json.dumps({"type": kind, "client_secret": "s3cr3t"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "login.json"))
+    with pytest.raises(
+        ValueError, match="neither workload identity federation nor impersonation: give a service account"
+    ) as caught:
+        open_storage("gs://bucket")
+    assert "s3cr3t" not in str(caught.value)
+
+
 def azure_block(server, key=None, folder="models/x/"):
     return azure_container(server.new_container(), folder, connection_string=server.connection_string(key))
 
@@ -60,6 +74,32 @@ def test_a_container_with_a_wrong_key_is_a_permission_error_that_shows_no_key(az
     with pytest.raises(PermissionError) as caught:
         open_storage(azure_block(azurite, wrong)).put_bytes("run/x", b"1")
     assert wrong not in str(caught.value)
+
+
+@pytest.mark.parametrize("login", ["AccountKey", "SharedAccessSignature"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AZURE_STORAGE_ACCOUNT_KEY": "b3RoZXI="},
+        {"AZURE_STORAGE_TOKEN": "other"},
+        {"AZURE_CLIENT_ID": "pod", "AZURE_TENANT_ID": "t", "AZURE_CLIENT_SECRET": "s"},
+        {"AZURE_CLIENT_ID": "pod", "AZURE_TENANT_ID": "t", "AZURE_FEDERATED_TOKEN_FILE": "/dev/null"},
+    ],
+    ids="-".join,
+)
+def test_the_login_of_a_container_comes_before_that_of_the_machine(monkeypatch, azurite, login, variables):
+    blob = pytest.importorskip("azure.storage.blob")
+    container, until = azurite.new_container(), datetime.now(timezone.utc) + timedelta(hours=1)
+    account, rights = (azurite.account, container), blob.ContainerSasPermissions(read=True, write=True, create=True, list=True)
+    sas = blob.generate_container_sas(*account, account_key=azurite.key, permission=rights, expiry=until)
+    text = azurite.connection_string().replace(
+        f"AccountKey={azurite.key}", f"{login}={azurite.key if login == 'AccountKey' else sas}"
+    )
+    for name, value in {"AZURE_AUTHORITY_HOST": "http://127.0.0.1:1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    storage = open_storage(replace(parse_storage(azure_container(container, connection_string=text)), retry=RetryPolicy(0.0)))
+    storage.put_bytes("run/x", b"123")
+    assert storage.get_bytes("run/x") == b"123"
 
 
 @pytest.mark.parametrize(
