@@ -19,6 +19,7 @@ IDENTITY_PREFIX = ".prefect-torch-report-"  # of a file by which ranks identify 
 _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
 _REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
+_MOST_LEVELS = 100  # of directories; a listing recurses, with an open directory for each level
 GROUPED = 1000  # the most files of a group, all of which a retry sends again
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 
@@ -63,7 +64,8 @@ def scan_files(directory: Path) -> list[str]:
     """Return the "/"-joined path of every file below `directory`; links are followed to their targets.
 
     Raises:
-        ValueError: If an entry is neither a file nor a directory, a link to nothing, or a link to a directory above it.
+        ValueError: If an entry is neither a file nor a directory, a link to nothing or to a directory above it, or is nested
+            more than 100 levels deep.
 
     """
     found = _walk(directory, "", ())  # metadata is stored in the manifest
@@ -75,6 +77,8 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
     identity = (status.st_dev, status.st_ino)
     if identity in above:
         raise ValueError(f"{directory} links back to a directory above it; a checkpoint must be finite")
+    if len(above) > _MOST_LEVELS:
+        raise ValueError(f"{directory} is nested more than {_MOST_LEVELS} levels deep, which no storage can list")
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         path = f"{prefix}{entry.name}"
         if entry.is_file(follow_symlinks=False):  # as most are; known from the directory, without a stat

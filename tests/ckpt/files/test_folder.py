@@ -2,7 +2,7 @@ import os
 
 import pytest
 from prefect_torch.ckpt.files.folder import group_files, read_metadata, scan_files
-from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES
+from prefect_torch.ckpt.storage.local_files.storage import MOST_RECORD_BYTES, LocalStorage
 
 
 def test_files_are_found_at_any_depth_and_metadata_is_not_one(tmp_path):
@@ -47,6 +47,18 @@ def test_folders_that_link_to_each_other_are_refused(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "other").symlink_to(f"../{other}")
     with pytest.raises(ValueError, match="links back"):
+        scan_files(tmp_path)
+
+
+def test_folders_so_deep_that_the_run_could_not_be_listed_are_refused(tmp_path):
+    deepest = "a/" * 100
+    (tmp_path / deepest).mkdir(parents=True)
+    (tmp_path / deepest / "x").write_bytes(b"")
+    assert scan_files(tmp_path) == [f"{deepest}x"]
+    storage = LocalStorage(tmp_path)
+    assert [info.key for info in storage.list("")] == [f"{deepest}x"]
+    (tmp_path / deepest / "a").mkdir()
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
         scan_files(tmp_path)
 
 
