@@ -21,7 +21,7 @@ class MachineRequest:
         avoid: The names of machines that must not be lent: they were lost or failed some minutes ago, or are in use.
         in_use: The machines of `avoid` that the training already uses; a cluster that tracks free resources may lend the rest
             of them.
-        avoids_for_s: After how many seconds the lost machines may be lent again: the request is not waited for any longer.
+        avoids_for_s: After how many seconds a lost machine may be lent again: the request is not waited for any longer.
 
     """
 
@@ -156,4 +156,8 @@ class Cluster(BaseModel, ABC):
 
     def expected_name(self, agent: str) -> str:
         """Return the name by which `lend` expects the agent of this name: another one where the machine is chosen later."""
+        return agent
+
+    def machine_of(self, agent: str) -> str:
+        """Return the name of the machine on which the agent of this name runs: another one where agents share machines."""
         return agent

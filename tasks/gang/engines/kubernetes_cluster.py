@@ -97,6 +97,10 @@ class KubernetesCluster(Cluster):
         """Return the name of the agent's pod; the agent's own has the machine, which Kubernetes chooses after the request."""
         return pod_of(agent)
 
+    def machine_of(self, agent: str) -> str:
+        """Return the name of the machine that Kubernetes has chosen for the agent's pod."""
+        return machine_of(agent)
+
 
 def _without(ours: Sequence[str], name: str, fields: dict[str, Any]) -> dict[str, Any]:
     if taken := sorted(fields.keys() & set(ours)):

@@ -1,6 +1,5 @@
 """The machines of a training: all that are needed or none, kept while ranks fail on them; bad ones are avoided for a while."""
 
-import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +11,15 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 from prefect_torch.tasks.run_logs import get_run_logger
 
+from .avoided import AvoidedMachines
 from .gathering import gather
 from .machine import RemoteMachine
-from .partition import parted_from_others, watch_each_other
+from .partition import watch_each_other
 from .regrowth import Regrowth
 
-_AVOID_S = 300.0
 _AGAIN_S = 5.0  # between two requests to a cluster
 _POLL_S = 0.05
 _MOST_FAULTS = 2
-_MOST_FAULTS_OF_ONE = 3  # more: of two good machines, one has the same two consecutive failures half of the time
 _OF_THE_FUNCTION = {"user", "out_of_memory"}  # kinds of failures, which happen on any machine
 
 
@@ -45,13 +43,17 @@ class Lease:
         """The names of the machines."""
         return tuple(machine.name for machine in self.machines)
 
-    def name_of(self, rank: int) -> str:
-        """Return the name of the machine of a rank: neighbouring ranks share one."""
-        return self.names[bisect_right(list(accumulate(self.num_ranks)), rank)]
+    def faulty(self, failure: RankFailedError) -> set[str]:
+        """Return the names of the machines whose ranks failed by themselves; none if that says nothing about the machines."""
+        ranks = [it.rank for it in (failure, *failure.others)]
+        if failure.kind != "infrastructure" or None in ranks:
+            return set()
+        ends = list(accumulate(self.num_ranks))  # neighbouring ranks share a machine
+        return {self.names[bisect_right(ends, rank)] for rank in ranks if rank is not None}
 
 
 class Machines:
-    """The machines that a cluster lends to a training, from one attempt to the next; `close` releases those that are kept.
+    """The machines that a cluster lends to a training, from one attempt to the next; `close` releases them.
 
     Args:
         cluster: The cluster.
@@ -66,11 +68,10 @@ class Machines:
         self._cluster = cluster
         self._regrow_after_s = regrow_after_s
         self._fewest, self._most, self._use_gpu = fewest, most, use_gpu
-        self._lost: dict[str, float] = {}
-        self._kept: tuple[ExitStack, Lease] | None = None  # between two attempts
-        self._more: tuple[ExitStack, tuple[RemoteMachine, ...]] | None = None  # lent while an attempt ran, for the next one
+        self._avoided = AvoidedMachines(cluster.machine_of)
+        self._held = ExitStack()  # releases the machines of an attempt, or those that are kept after it
+        self._kept: Lease | None = None  # what the next attempt gets
         self._num_faults = 0  # consecutive failures of the infrastructure on the current machines
-        self._suspect: tuple[str, int] | None = None  # a machine, and how many consecutive attempts its ranks alone have ended
 
     @contextmanager
     def lend(self, raise_if_requested: Callable[[], None]) -> Iterator[Lease]:
@@ -89,29 +90,26 @@ class Machines:
             NotEnoughMachinesError: If there is room for too few ranks, and still is after the cluster's `wait_s`.
 
         """
-        with ExitStack() as lent:
-            lease = self._lend_kept(lent)
-            if lease is None:
-                lease = self._wait_for(lent, raise_if_requested)
-                self._num_faults = 0
-            try:
-                yield lease
-                self._keep_with_more(lent, lease)
-            except RankFailedError as exc:
-                is_bad = self._record_fault(lease, exc)
-                if self._is_to_keep(lease, exc) and not is_bad:
-                    self._kept = (lent.pop_all(), lease)
-                raise
-            finally:
-                self._record_losses(lease)
-                self._release_more()
+        lease = self._take_kept()
+        if lease is None:
+            lease = self._wait_for(raise_if_requested)
+            self._num_faults = 0
+        try:
+            yield lease
+            self._avoided.record_faults(lease.machines, ())
+        except RankFailedError as exc:
+            if self._is_to_keep(lease, exc):
+                self._kept = lease
+            raise
+        finally:
+            self._avoided.record_losses(lease.machines)
+            if self._kept is None:
+                self.close()
 
     def close(self) -> None:
-        """Release the machines that are kept between two attempts; no effect if there are none."""
-        if self._kept is not None:
-            held, _ = self._kept
-            self._kept = None
-            held.close()
+        """Release the machines; no effect if there are none."""
+        self._kept = None
+        self._held.close()
 
     @contextmanager
     def look_for_more(self, lease: Lease) -> Iterator[Regrowth | None]:
@@ -123,100 +121,49 @@ class Machines:
         if self._regrow_after_s is None or not missing:
             yield None
             return
-        in_use = frozenset(machine.name for machine in lease.machines)
-        regrowth = Regrowth(
-            self._cluster,
-            lambda: self._request(1, missing, self._lost_lately(), in_use),
-            self._regrow_after_s,
-        )
+        in_use = frozenset(lease.names)
+        regrowth = Regrowth(self._cluster, lambda: self._request(1, missing, self._avoided.now, in_use), self._regrow_after_s)
         try:
             yield regrowth
             if regrowth.is_used:
-                self._more = regrowth.hand_over(), regrowth.machines
+                self._kept = self._with_more(lease, regrowth)
         finally:
             regrowth.stop()
 
-    def _lend_kept(self, lent: ExitStack) -> Lease | None:
+    def _take_kept(self) -> Lease | None:
         """Return the machines that were kept, if all of them are still there."""
-        if self._kept is None:
-            return None
-        held, lease = self._kept
-        if self._record_losses(lease):
+        lease, self._kept = self._kept, None
+        if lease is not None and self._avoided.record_losses(lease.machines):
             self.close()
             return None
-        self._kept = None
-        lent.push(held.pop_all())
         return lease
 
-    def _keep_with_more(self, lent: ExitStack, lease: Lease) -> None:
-        """Keep the machines of an attempt together with those that were lent meanwhile; in a queue, others would get both."""
-        if self._more is None:
-            return
-        held, more = self._more
-        machines = (*lease.machines, *(machine for machine in more if machine.lost is None))
+    def _with_more(self, lease: Lease, regrowth: Regrowth) -> Lease | None:
+        """Return the machines of an attempt and those that were lent meanwhile; None if they cannot be used together."""
+        lost = self._avoided.record_losses(regrowth.machines)
+        machines = (*lease.machines, *(machine for machine in regrowth.machines if machine.name not in lost))
         has_twice = len({machine.name for machine in machines}) < len(machines)  # two agents, which nothing tells apart
-        if has_twice or self._record_losses(lease):
-            return
-        self._more = None
-        lent.push(held)
-        self._kept = lent.pop_all(), _lease(lease.host, machines, self._most)
-
-    def _release_more(self) -> None:
-        if self._more is not None:
-            held, _ = self._more
-            self._more = None
-            held.close()
+        if has_twice or self._avoided.record_losses(lease.machines):
+            return None
+        self._held.push(regrowth.hand_over())
+        return _lease(lease.host, machines, self._most)
 
     def _is_to_keep(self, lease: Lease, failure: RankFailedError) -> bool:
+        is_bad = self._avoided.record_faults(lease.machines, lease.faulty(failure))
         if failure.kind in _OF_THE_FUNCTION:
             self._num_faults = 0
         elif failure.kind == "infrastructure":
             self._num_faults += 1
         else:  # no attempt follows, or the loss of a machine may not be noticed yet
             return False
-        is_whole = sum(lease.num_ranks) == self._most and not self._record_losses(lease)
-        return is_whole and self._num_faults < _MOST_FAULTS
+        is_whole = sum(lease.num_ranks) == self._most and not self._avoided.record_losses(lease.machines)
+        return is_whole and not is_bad and self._num_faults < _MOST_FAULTS
 
-    def _record_fault(self, lease: Lease, failure: RankFailedError) -> bool:
-        """Avoid a machine whose ranks alone fail again, such as one with a bad GPU; return whether there is one."""
-        if failure.kind in _OF_THE_FUNCTION:
-            self._suspect = None
-        ranks = {it.rank for it in (failure, *failure.others)}
-        if failure.kind != "infrastructure" or None in ranks or len(lease.machines) == 1:
-            return False
-        name, *others = {lease.name_of(rank) for rank in ranks if rank is not None}
-        if others:
-            self._suspect = None
-            return False
-        number = 1 + (self._suspect[1] if self._suspect is not None and self._suspect[0] == name else 0)
-        self._suspect = name, number
-        if number < _MOST_FAULTS_OF_ONE:
-            return False
-        self._lost[name] = time.monotonic()
-        get_run_logger().warning(
-            "machine %s is avoided for %.0f minutes: only its ranks failed first in %d consecutive attempts; look at its GPUs, "
-            "memory and disk", name, _AVOID_S / 60, number,
-        )  # fmt: skip
-        return True
+    def _request(self, fewest: int, most: int, avoid: frozenset[str], in_use: frozenset[str] = frozenset()) -> MachineRequest:
+        return MachineRequest(fewest, most, self._use_gpu, avoid | in_use, in_use, self._avoided.left_s(avoid))
 
-    def _record_losses(self, lease: Lease) -> bool:
-        """Record machines that are lost, cut off from others or terminated, to avoid them; return whether there are any."""
-        lost = {machine.name for machine in lease.machines if machine.lost or machine.is_terminated}
-        lost |= parted_from_others([machine for machine in lease.machines if machine.name not in lost])
-        self._lost.update(dict.fromkeys(lost, time.monotonic()))
-        return bool(lost)
-
-    def _lost_lately(self) -> frozenset[str]:
-        return frozenset(name for name, lost_s in self._lost.items() if time.monotonic() - lost_s < _AVOID_S)
-
-    def _request(self, fewest: int, most: int, lost: frozenset[str], in_use: frozenset[str] = frozenset()) -> MachineRequest:
-        """Return a request without the machines that were lost; it ends when these may be used again."""
-        ends_s = max((self._lost[name] + _AVOID_S for name in lost), default=math.inf)
-        avoids_for_s = max(0.0, ends_s - time.monotonic())
-        return MachineRequest(fewest, most, self._use_gpu, lost | in_use, in_use, avoids_for_s)
-
-    def _wait_for(self, lent: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
-        avoid = self._lost_lately()
+    def _wait_for(self, raise_if_requested: Callable[[], None]) -> Lease:
+        avoid = self._avoided.now
         wait_s = self._cluster.asks_for_s
         deadline_s = time.monotonic() + wait_s if self._cluster.waits_itself else None
         while True:
@@ -224,7 +171,7 @@ class Machines:
             try:
                 with ExitStack() as tried:
                     lease = self._try(wanted, tried, raise_if_requested)
-                    lent.push(tried.pop_all())
+                    self._held.push(tried.pop_all())
                     return lease
             except NotEnoughMachinesError as exc:
                 now_s = time.monotonic()
@@ -232,13 +179,15 @@ class Machines:
                     deadline_s = now_s + wait_s
                 if not avoid and now_s >= deadline_s:
                     raise
-                again = f", and may lend {', '.join(sorted(avoid))} again" if avoid else ""
+                still = self._avoided.now
+                still = still if still < avoid else frozenset()  # a machine that was lost is better than none
+                again = f", and may lend {', '.join(sorted(avoid - still))} again" if avoid else ""
                 get_run_logger().warning("%s; the cluster is asked again%s", exc, again)
             if avoid:
-                avoid = frozenset()  # a machine that was lost is better than none
+                avoid = still
             else:
                 _sleep(_AGAIN_S, raise_if_requested)
-                avoid = frozenset(self._lost)  # a request for all machines may have failed because one is still gone
+                avoid = self._avoided.ever  # a request for all machines may have failed because one is still gone
 
     def _try(self, wanted: MachineRequest, tried: ExitStack, raise_if_requested: Callable[[], None]) -> Lease:
         gathering = tried.enter_context(gather(self._cluster, wanted, prepares=True))

@@ -14,9 +14,10 @@ import pytest
 from agents import agents
 from prefect_servers import wait_until
 from prefect_torch.tasks import Hosts
+from prefect_torch.tasks.gang.engines import kubernetes_job
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
-from prefect_torch.tasks.gang.engines.cluster import Cluster
-from prefect_torch.tasks.gang.machine import gathering, lending
+from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
+from prefect_torch.tasks.gang.machine import avoided, gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 
@@ -104,17 +105,17 @@ def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
             assert second.name not in lease.names
 
 
-def failed_on(machines, *ranks):
+def failed_on(machines, *ranks, kind="infrastructure"):
     """Return the machines of an attempt in which these ranks failed by themselves, the first one first."""
     with suppress(RankFailedError), machines.lend(lambda: None) as lease:
-        first, *others = (RankFailedError(f"rank {rank} failed", rank, "infrastructure") for rank in ranks)
+        first, *others = (RankFailedError(f"rank {rank} failed", rank, kind) for rank in ranks)
         first.others = tuple(others)
         raise first
     return lease.names
 
 
 def test_a_machine_whose_ranks_alone_fail_again_is_avoided(monkeypatch, caplog):
-    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(avoided, "get_run_logger", lambda: logging.getLogger("avoided"))
     cluster = Hosts(["a", "b"], **{**HERE, "ranks_per_host": 2})
     with closing(Machines(cluster, 2, 3, use_gpu=False)) as machines:
         for ranks in [(0,), (0,), (2,), (2,), (2, 0), (2,), (2,)]:  # no machine alone, three times in a row
@@ -124,6 +125,65 @@ def test_a_machine_whose_ranks_alone_fail_again_is_avoided(monkeypatch, caplog):
         assert "machine b is avoided for 5 minutes" in caplog.text
         with machines.lend(lambda: None) as lease:
             assert lease.names == ("a",)
+
+
+@pytest.mark.parametrize("between", ["preemption", "user", None, "loss"])
+def test_failures_on_a_machine_are_counted_only_in_a_row(monkeypatch, caplog, between):
+    """A machine that is lost is avoided in any case, and there is nothing to look at."""
+    for module in (avoided, lending):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("machines"))
+    with closing(Machines(Hosts(["a", "b"], **HERE), 2, 2, use_gpu=False)) as machines:
+        for _ in range(2):
+            failed_on(machines, 1)
+        with suppress(RankFailedError), machines.lend(lambda: None) as lease:
+            if between == "loss":
+                lease.machines[1].release()
+            if between is not None:
+                raise RankFailedError("rank 1 failed", 1, "infrastructure" if between == "loss" else between)
+        for _ in range(2):
+            failed_on(machines, 1)
+        assert "look at its GPUs" not in caplog.text
+        failed_on(machines, 1)
+        assert "machine b is avoided" in caplog.text
+
+
+class Pods(Cluster):
+    """A cluster that chooses the machines of numbered pods anew for each request, as Kubernetes does."""
+
+    kind: Literal["pods"] = "pods"
+    requests: ClassVar[list[MachineRequest]] = []
+
+    def lend(self, wanted, agents):
+        self.requests.append(wanted)
+        nodes = ["bad", "good", "good"]
+        for number in range(3):
+            name = f"{nodes[number - len(self.requests)]}/{number}"
+            command = [sys.executable, "-m", AGENT, *agents.arguments(name, 1)]
+            agents.run(f"exec {shlex.join(command)}", [f"pod {number}"])
+        return nullcontext()
+
+    def expected_name(self, agent):
+        return kubernetes_job.pod_of(agent)
+
+    def machine_of(self, agent):
+        return kubernetes_job.machine_of(agent)
+
+
+def test_a_machine_whose_ranks_alone_fail_again_is_known_whatever_its_pods_are_called(monkeypatch, caplog):
+    for module in (avoided, lending):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("machines"))
+    Pods.requests.clear()
+    with closing(Machines(Pods(leader_address="127.0.0.1", wait_s=0), 2, 3, use_gpu=False)) as machines:
+        names = []
+        while "machine bad is avoided" not in caplog.text:
+            assert len(names) < 3
+            with suppress(RankFailedError), machines.lend(lambda: None) as lease:
+                (number,) = (number for number, name in enumerate(lease.names) if name.startswith("bad/"))
+                names.append(lease.names[number])
+                raise RankFailedError("its rank failed", number, "infrastructure")
+        assert len(set(names)) == 2, "the machines were lent anew after two failures"
+        with machines.lend(lambda: None):
+            assert Pods.requests[-1].avoid == {names[-1]}
 
 
 def test_an_attempt_that_ends_for_more_ranks_has_its_machines_and_the_new_ones_next(tmp_path):
@@ -143,6 +203,26 @@ def test_an_attempt_that_ends_for_more_ranks_has_its_machines_and_the_new_ones_n
             assert (first.lost, more.lost) == (None, None)
             assert len(agents()) == 2
     assert not agents()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_machine_that_was_lent_meanwhile_and_is_taken_away_again_does_not_cost_the_others(tmp_path, number):
+    cluster = Hosts(["a", "b", "c"], **{**HERE, "command": f"test -e {tmp_path}/{{host}} && exec {{agent}}"})
+    (tmp_path / "a").touch()
+    with closing(Machines(cluster, 1, 3, use_gpu=False, regrow_after_s=0.01)) as machines:
+        with machines.lend(lambda: None) as lease, machines.look_for_more(lease) as regrowth:
+            (tmp_path / "b").touch()
+            wait_until(lambda: regrowth.room, "another machine is lent")
+            (first,), (more,) = lease.machines, regrowth.machines
+            (agent,) = [process for process, words in agents().items() if words[-4:-2] == ["--name", "b"]]
+            os.kill(agent.pid, number)
+            wait_until(lambda: more.lost or more.is_terminated, "the leader knows")
+            regrowth.is_used = True
+        (tmp_path / "c").touch()
+        with machines.lend(lambda: None) as lease, machines.look_for_more(lease) as regrowth:
+            assert lease.machines == (first,)
+            wait_until(lambda: regrowth.room, "another machine is lent")
+            assert [machine.name for machine in regrowth.machines] == ["c"], "the one that is gone is avoided"
 
 
 def test_machines_that_are_lent_while_an_attempt_fails_are_released(tmp_path):
@@ -173,7 +253,7 @@ def test_a_machine_that_is_still_gone_after_minutes_is_left_out_again(monkeypatc
     monkeypatch.setattr(lending, "_AGAIN_S", 0.01)
     cluster = WithoutOne(leader_address="127.0.0.1", wait_s=20)
     with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines:
-        machines._lost["gone"] = time.monotonic() - lending._AVOID_S - 1
+        machines._avoided._since_s["gone"] = time.monotonic() - avoided._AVOID_S - 1
         with machines.lend(lambda: None) as lease:
             assert [machine.name for machine in lease.machines] == ["here"]
 
@@ -194,15 +274,39 @@ class Occupied(Cluster):
 
 def test_a_request_without_a_lost_machine_is_waited_for_only_as_long_as_that_is_avoided(monkeypatch, caplog):
     monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
-    monkeypatch.setattr(lending, "_AVOID_S", 0.5)
+    monkeypatch.setattr(avoided, "_AVOID_S", 0.5)
     monkeypatch.setattr(gathering, "_START_S", 0.1)
     monkeypatch.setattr(gathering, "_END_S", 0.1)
     cluster = Occupied(leader_address="127.0.0.1", wait_s=86400)
     with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines:
-        machines._lost["gone"] = time.monotonic()
+        machines._avoided._since_s["gone"] = time.monotonic()
         with machines.lend(lambda: None) as lease:
             assert lease.names == ("gone",)
     assert re.search(r"other: its agent did not come within 0\.\d+ s.*is asked again, and may lend gone again", caplog.text)
+
+
+class Returning(Occupied):
+    """A cluster like it, of which `gone` may be lent again before another machine that was lost."""
+
+    kind: Literal["returning"] = "returning"
+    avoided: ClassVar[list[set[str]]] = []
+
+    def lend(self, wanted, agents):
+        self.avoided.append(set(wanted.avoid))
+        return super().lend(wanted, agents)
+
+
+def test_of_several_lost_machines_each_is_avoided_for_its_own_time(monkeypatch):
+    monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
+    monkeypatch.setattr(gathering, "_START_S", 0.1)
+    monkeypatch.setattr(gathering, "_END_S", 0.1)
+    Returning.avoided.clear()
+    with closing(Machines(Returning(leader_address="127.0.0.1", wait_s=86400), 1, 1, use_gpu=False)) as machines:
+        now_s = time.monotonic()
+        machines._avoided._since_s |= {"gone": now_s - avoided._AVOID_S + 0.5, "later": now_s}
+        with machines.lend(lambda: None) as lease:
+            assert lease.names == ("gone",)
+        assert Returning.avoided == [{"gone", "later"}, {"later"}]
 
 
 class Silent(Cluster):

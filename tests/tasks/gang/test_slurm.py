@@ -10,8 +10,8 @@ from engine_servers import HAS_SLURM, LOOPBACK, slurm_cluster
 from prefect_servers import wait_until
 from prefect_torch.tasks import SlurmCluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.machine import avoided, lending
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
-from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.lending import Machines
 
@@ -56,7 +56,7 @@ def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_
 
 def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(monkeypatch, caplog):
     """A request may wait in the queue for a day."""
-    monkeypatch.setattr(lending, "_AVOID_S", 2.0)
+    monkeypatch.setattr(avoided, "_AVOID_S", 2.0)
     monkeypatch.setattr(gathering_module, "_START_S", 0.5)
     answer("scontrol", "update", "nodename=n1", "state=drain", "reason=test")
     try:
