@@ -25,11 +25,12 @@ _ANSWER_S = 30.0
 _QUEUE_S = 86400.0
 _ENDS_BY_ITSELF = {"", "COMPLETING"}
 # srun reads these as options: the layout of tasks in the job, or in the step that the flow runs in. With it, there
-# would not be one agent for each machine, or each would get one task's share of the CPUs and GPUs.
+# would not be one agent for each machine, or each would get one task's share of the CPUs and GPUs. And without one of the job's
+# machines, there are fewer GPUs than the job's total (SLURM_GPUS).
 _LAYOUT_OF_TASKS = (
     "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES",
     "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK",
-    "SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_ARBITRARY_NODELIST",
+    "SLURM_GPUS", "SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_ARBITRARY_NODELIST",
 )  # fmt: skip
 
 

@@ -41,10 +41,10 @@ def answer(*command):
 
 
 def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_has(monkeypatch):
-    """As a flow has them that `srun python flow.py` started."""
+    """As a flow has them that `srun python flow.py` started, in a job with more GPUs than the machines that are left."""
     said = answer("salloc", "--no-shell", "--nodes=2")
     job = re.search(r"job allocation (\d+)", said)[1]
-    step = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "1"}
+    step = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS": "8"}
     for name, value in {**step, "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}.items():
         monkeypatch.setenv(name, value)
     cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30)
