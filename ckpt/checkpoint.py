@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from html import escape
 from os import PathLike, fspath
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -420,7 +421,8 @@ def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
 
 def _lies_in(checkpoint: str, path: str | PathLike[str]) -> bool:
     """Return whether `path` is the local directory of a checkpoint, or is below it."""
-    return "://" not in checkpoint and Path(path).expanduser().resolve().is_relative_to(Path(checkpoint).resolve())
+    # Not Path.resolve, which raises for a link to itself.
+    return "://" not in checkpoint and Path(realpath(Path(path).expanduser())).is_relative_to(realpath(checkpoint))
 
 
 def _named(path: str | PathLike[str]) -> str:

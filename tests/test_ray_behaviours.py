@@ -1365,14 +1365,15 @@ def test_a_failed_training_raises_what_its_function_raised(failure):
     assert isinstance(failure.__cause__, RankFailedError)
     assert "in fail_after_the_checkpoint" in failure.__cause__.traceback
     assert failure_of(UnicodeError("pickled"), "user").exception is not None
-    assert failure_of(_TwoArgumentsError(1, "not pickled"), "user").exception is None
+    assert failure_of(_UnpicklableError(), "user").exception is None
 
 
-class _TwoArgumentsError(Exception):
-    """Cannot be rebuilt: pickle calls it with the arguments of Exception, of which there is one."""
+class _UnpicklableError(Exception):
+    """Has what no pickle can have."""
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(f"{code}: {reason}")
+    def __init__(self) -> None:
+        super().__init__("not pickled")
+        self.lock = threading.Lock()
 
 
 @behaviour(
