@@ -51,6 +51,7 @@ class ReportCallback(TrainerCallback):
 
     Attributes:
         CHECKPOINT_NAME: The name of the Trainer's checkpoint in ours.
+        is_prepared: Whether its Trainer was given to `prepare_trainer`.
 
     """
 
@@ -60,6 +61,7 @@ class ReportCallback(TrainerCallback):
         check_upload(upload, None, None)
         self._upload: Upload = upload
         self._report_logs = report_logs
+        self.is_prepared = False
         self._context: TrainContext | None = None
         self._folders: SavedFolders | None = None
         self._reported_step = 0
@@ -102,7 +104,8 @@ class ReportCallback(TrainerCallback):
         _warn_of_shared_folder(args, self._context)
         self._folders = SavedFolders(args, self._context, state.global_step)
         check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
-        check_place(args, state, train_dataloader)
+        if not (self.is_prepared and resumed_from()):
+            check_place(args, state, train_dataloader)
         if (folder := resumed_from()) is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
             load_renamed_weights(model, folder)
 
@@ -182,11 +185,14 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
     if context is None:
         return trainer
     _check_arguments(trainer.args, context)
-    kinds = set(map(type, trainer.callback_handler.callbacks))
-    if not any(issubclass(kind, ReportCallback) for kind in kinds):
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(it, ReportCallback) for it in callbacks):
         trainer.add_callback(ReportCallback())
-    if ResumeCorrections not in kinds:
+    if not any(isinstance(it, ResumeCorrections) for it in callbacks):
         trainer.add_callback(ResumeCorrections(trainer))
+    for callback in callbacks:
+        if isinstance(callback, ReportCallback):
+            callback.is_prepared = True
     return trainer
 
 

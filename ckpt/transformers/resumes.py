@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, restored_part
-from prefect_torch.ckpt.reporting.api import continues_own_run
+from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint
 from safetensors import safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -50,49 +50,69 @@ def resumed_from() -> Path | None:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochAgain:
-    """A resume that begins the interrupted epoch again, since the Trainer would not find its place there.
+class Place:
+    """Where a resume continues in the data, if the Trainer, which divides its step by those of an epoch, would not find it.
 
     Steps count on from the saved one: reports, directories and logs stay in order.
 
     Attributes:
-        epoch: The epoch that begins.
-        is_interrupted: Whether batches of it were used before.
-        num_ahead: How many epochs the Trainer counts more than that.
+        epoch: The epoch that the training continues with.
+        taken: How many steps of it were taken before and are not taken again.
+        begins_again: Whether steps of it are taken again.
         num_epochs: The Trainer's number of epochs.
         max_steps: The step at which the training ends: the user's, or that at which all epochs are complete.
 
     """
 
     epoch: int
-    is_interrupted: bool
-    num_ahead: int
+    taken: int
+    begins_again: bool
     num_epochs: int
     max_steps: int
 
     @classmethod
-    def after(cls, state: TrainerState, args: TrainingArguments, steps_per_epoch: int) -> "EpochAgain | None":
-        """Return how to continue after `state` was saved; None if the Trainer, which divides its step, finds the place.
+    def after(
+        cls, state: TrainerState, args: TrainingArguments, steps_per_epoch: int, *, has_as_many_ranks: bool
+    ) -> "Place | None":
+        """Return where to continue after `state` was saved; None if the Trainer finds the place.
 
-        It does not if an epoch had another number of steps then, as with a batch of all ranks that depends on their number.
+        It does not if an epoch had another number of steps once, as with a batch of all ranks that depends on their number.
         """
-        if state.global_step == math.floor(state.epoch * steps_per_epoch + _ROUNDING):
+        epoch = math.floor(state.epoch)
+        share = state.epoch - epoch
+        taken = math.floor(share * steps_per_epoch + _ROUNDING)
+        # Of this epoch's own steps: the last step of an epoch may accumulate fewer batches than the others.
+        fewest_batches = (steps_per_epoch - 1) * args.gradient_accumulation_steps + 1
+        is_own = share * fewest_batches <= taken * args.gradient_accumulation_steps + _ROUNDING
+        if is_own and state.global_step == epoch * steps_per_epoch + taken:
             return None
-        epoch, counted = math.floor(state.epoch), state.global_step // steps_per_epoch
+        begins_again = share > 0 and (args.ignore_data_skip or not (is_own and has_as_many_ranks))
+        taken = 0 if begins_again else taken
         is_complete = state.epoch >= args.num_train_epochs
-        to_come = 0 if is_complete else math.ceil((args.num_train_epochs - epoch) * steps_per_epoch)
+        to_come = 0 if is_complete else math.ceil((args.num_train_epochs - epoch) * steps_per_epoch) - taken
         max_steps = args.max_steps if args.max_steps > 0 else state.global_step + to_come
-        num_epochs = counted + math.ceil((max_steps - state.global_step) / steps_per_epoch)
-        return cls(epoch, state.epoch > epoch, counted - epoch, num_epochs, max_steps)
+        left = math.ceil((max_steps - state.global_step + taken) / steps_per_epoch) if max_steps > state.global_step else 0
+        return cls(epoch, taken, begins_again, epoch + left, max_steps)
+
+
+class _StepsPerEpoch(int):
+    """The number by which the Trainer divides its step, to find the epoch (`//`) and the steps of it that were taken (`%`)."""
+
+    place: Place
+
+    def __rfloordiv__(self, _: int) -> int:
+        return self.place.epoch
+
+    def __rmod__(self, _: int) -> int:
+        return self.place.taken
 
 
 class ResumeCorrections(TrainerCallback):
-    """Have `trainer` continue in the right epoch, with what its callbacks have counted; `prepare_trainer` adds it."""
+    """Have `trainer` continue at the right place, with what its callbacks have counted; `prepare_trainer` adds it."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._handler = trainer.callback_handler
-        self._skips_no_data = trainer.args.ignore_data_skip
-        self._again: EpochAgain | None = None
+        self._place: Place | None = None
         # It sees the data, with the size of the batch that the Trainer has chosen, before the Trainer computes where to begin.
         compute = trainer.set_initial_training_values
         trainer.set_initial_training_values = partial(self._plan, compute)  # type: ignore[method-assign]
@@ -101,25 +121,26 @@ class ResumeCorrections(TrainerCallback):
         self, compute: Callable[..., tuple[Any, ...]], args: TrainingArguments, dataloader: object, *others: object
     ) -> tuple[Any, ...]:
         num_epochs, steps_per_epoch, *between, max_steps = compute(args, dataloader, *others)
-        self._again = None
+        self._place = None
         if (folder := resumed_from()) is not None and has_length(dataloader):
             state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-            self._again = EpochAgain.after(state, args, steps_per_epoch)
-            if self._again is not None:
-                num_epochs, max_steps = self._again.num_epochs, self._again.max_steps
+            self._place = place = Place.after(state, args, steps_per_epoch, has_as_many_ranks=_has_as_many_ranks(args))
+            if place is not None:
                 if args.process_index == 0:
-                    _warn_of_epoch_again(self._again, state, steps_per_epoch)
-        args.ignore_data_skip = self._skips_no_data or self._again is not None
+                    _warn_of_another_course(place, state, steps_per_epoch)
+                num_epochs, max_steps = place.num_epochs, place.max_steps
+                steps_per_epoch = _StepsPerEpoch(steps_per_epoch)
+                steps_per_epoch.place = place
         return num_epochs, steps_per_epoch, *between, max_steps
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
         """Restore what the other callbacks have counted in this run, if the Trainer has resumed.
 
         Raises:
-            ValueError: If it has not, though within `resume_path`, and was to begin an epoch again.
+            ValueError: If it has not, though within `resume_path`, and its number of steps was that of the resume.
 
         """
-        if self._again is not None and state.global_step == 0:
+        if self._place is not None and state.global_step == 0:
             raise ValueError(
                 "the Trainer begins anew within resume_path(): give trainer.train() the resume_from_checkpoint that it yields, "
                 "or train after its block"
@@ -128,11 +149,6 @@ class ResumeCorrections(TrainerCallback):
             if continues_own_run():
                 restore_counts(self._handler.callbacks, state)
             add_new_callbacks(self._handler.callbacks, state)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
-        """Correct the epoch that the Trainer has just computed."""
-        if self._again is not None:
-            state.epoch -= self._again.num_ahead
 
 
 def check_place(args: TrainingArguments, state: TrainerState, dataloader: object) -> None:
@@ -144,20 +160,28 @@ def check_place(args: TrainingArguments, state: TrainerState, dataloader: object
     """
     if state.global_step == 0 or not has_length(dataloader):
         return
-    again = EpochAgain.after(state, args, math.ceil(len(dataloader) / args.gradient_accumulation_steps))
-    if again is not None and not (args.ignore_data_skip and state.max_steps == again.max_steps):
+    steps_per_epoch = math.ceil(len(dataloader) / args.gradient_accumulation_steps)
+    if Place.after(state, args, steps_per_epoch, has_as_many_ranks=True) is not None:
         raise ValueError(
             f"the checkpoint of step {state.global_step}, epoch {state.epoch:.2f}, had epochs of another number of steps: "
-            "the Trainer would continue in a wrong one; give it to prepare_trainer(), which begins the interrupted epoch again"
+            "the Trainer would continue in a wrong one; give it to prepare_trainer()"
         )
 
 
-def _warn_of_epoch_again(again: EpochAgain, state: TrainerState, steps_per_epoch: int) -> None:
-    begins = f"begins epoch {again.epoch} again" if again.is_interrupted else f"continues with epoch {again.epoch}"
+def _has_as_many_ranks(args: TrainingArguments) -> bool:
+    restored = get_checkpoint()
+    return restored is not None and restored.manifest.world_size == args.world_size
+
+
+def _warn_of_another_course(place: Place, state: TrainerState, steps_per_epoch: int) -> None:
+    """Warn unless the training continues as it would have without the interruption, or is complete."""
+    if place.max_steps <= state.global_step or (not place.begins_again and place.max_steps == state.max_steps):
+        return
+    continues = f"begins epoch {place.epoch} again" if place.begins_again else f"continues in epoch {place.epoch}"
     warnings.warn(
-        f"an epoch has {steps_per_epoch} steps now, which is not as many as before the checkpoint of step {state.global_step}, "
-        f"epoch {state.epoch:.2f}: the training {begins} and ends at step {again.max_steps}; it would continue exactly with an "
-        "unchanged batch of all ranks together, as by per_device_train_batch_size=BATCH // get_context().world_size",
+        f"not all epochs before the checkpoint of step {state.global_step}, epoch {state.epoch:.2f}, had {steps_per_epoch} "
+        f"steps, as they have now: the training {continues} and ends at step {place.max_steps}; it would continue exactly with "
+        "an unchanged batch of all ranks together, as by per_device_train_batch_size=BATCH // get_context().world_size",
         stacklevel=2,
     )
 

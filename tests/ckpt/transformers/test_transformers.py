@@ -209,24 +209,70 @@ def fit_until(attempt, step, output_dir, **arguments):
         fit(attempt, output_dir, before=Before(step, end), **arguments)
 
 
+def pretend_another_number(store):
+    """Have the newest checkpoint be of two ranks."""
+    manifest = replace(store.latest(), world_size=2)
+    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+
+
+class Seen(list):
+    """Data that records which of them are read."""
+
+    def __init__(self, data) -> None:
+        super().__init__(data)
+        self.order = []
+
+    def __getitem__(self, index):
+        self.order.append(index)
+        return super().__getitem__(index)
+
+
 def test_a_resume_with_fewer_steps_per_epoch_begins_the_interrupted_epoch_again(store, tmp_path):
     """As on more ranks with the same batch per rank: the Trainer alone takes step 6 for the end, or repeats whole epochs."""
+    whole, resumed = (make_trainer(tmp_path / name, per_device_train_batch_size=32) for name in ("whole", "output"))
+    for trainer in (whole, resumed):
+        trainer.train_dataset = Seen(trainer.train_dataset)
+    whole.train()
     fit_until(Attempt(store), 7, tmp_path / "output", save_steps=3)
-    twice = {"per_device_train_batch_size": 32}
-    with pytest.warns(UserWarning, match=r"an epoch has 2 steps now.*step 6, epoch 1\.50.*begins epoch 1 again.*step 10"):
-        fit_until(Attempt(store), 9, tmp_path / "output", **twice)
-    with pytest.warns(UserWarning, match=r"step 9, epoch 2\.50.*begins epoch 2 again.*step 11"):
-        trainer = fit(Attempt(store), tmp_path / "output", **twice)
-    assert (trainer.state.global_step, trainer.state.epoch) == (11, 3)
+    pretend_another_number(store)
+    told = r"step 6, epoch 1\.50, had 2 steps, as they have now: the training begins epoch 1 again and ends at step 10"
+    with in_training(Attempt(store).session()), resume_path() as path, pytest.warns(UserWarning, match=told):
+        prepare_trainer(resumed).train(resume_from_checkpoint=path)
+    assert (resumed.state.global_step, resumed.state.epoch) == (10, 3)
+    assert resumed.train_dataset.order == whole.train_dataset.order[64:]
     reported = [(it.attempt, it.step, it.metrics["epoch"]) for it in store.list()]
-    assert reported == [(1, 3, 0.75), (1, 6, 1.5), (2, 9, 2.5), (3, 11, 3)]
-    assert all(entry["learning_rate"] > 0 for entry in trainer.state.log_history if "loss" in entry)
+    assert reported == [(1, 3, 0.75), (1, 6, 1.5), (2, 9, 2.5), (2, 10, 3)]
+    assert all(entry["learning_rate"] > 0 for entry in resumed.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("batches", [{"per_device_train_batch_size": 24}, {"gradient_accumulation_steps": 3}])
+def test_an_epoch_that_was_begun_again_continues_exactly_on_the_same_number_of_ranks(store, tmp_path, batches):
+    """Else a training whose epochs are longer than its attempts would never end."""
+    fit_until(Attempt(store), 3, tmp_path / "output", save_steps=2)
+    pretend_another_number(store)
+    ends = []
+    for name, killed_at in [("whole", []), ("disturbed", [4, 5, 7])]:
+        attempt = Attempt(other := CheckpointStore.open(tmp_path / name, "run"))
+        attempt.restored = store.checkpoint(store.latest())
+        each = {"output_dir": tmp_path / "output" / name, "save_steps": 1, **batches}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in killed_at:
+                fit_until(attempt, step, **each)
+                attempt = Attempt(other)
+            trainer = fit(attempt, **each)
+        (told,) = [str(it.message) for it in caught if "steps, as they have now" in str(it.message)]
+        assert "begins epoch 0 again" in told
+        ends.append((trainer.state.global_step, trainer.state.epoch, weights(trainer.model)))
+    whole, disturbed = ends
+    assert disturbed[:2] == whole[:2]
+    assert torch.equal(disturbed[2], whole[2])
 
 
 def test_a_resume_with_more_steps_per_epoch_continues_with_the_next_one(store, tmp_path):
     each_epoch = {"save_strategy": "epoch", "eval_strategy": "epoch"}
     fit_until(Attempt(store), 3, tmp_path / "output", per_device_train_batch_size=32, **each_epoch)
-    with pytest.warns(UserWarning, match=r"step 2, epoch 1\.00: the training continues with epoch 1 and ends at step 10"):
+    with pytest.warns(UserWarning, match=r"step 2, epoch 1\.00, had 4 steps.*continues in epoch 1 and ends at step 10"):
         fit(Attempt(store), tmp_path / "output", **each_epoch)
     assert [(it.step, it.metrics["epoch"]) for it in store.list()] == [(2, 1), (6, 2), (10, 3)]
     assert all("eval_loss" in manifest.metrics for manifest in store.list())
@@ -244,7 +290,7 @@ def test_a_batch_that_gets_smaller_after_a_report_continues_from_it_after_a_rest
     arguments = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "save_steps": 6, "num_train_epochs": 2}
     with pytest.raises(MemoryError, match="after step 6 was reported, and auto_find_batch_size begins again at step 0"):
         fit(Attempt(store), tmp_path / "output", before=Before(7, run_out), **arguments)
-    with pytest.warns(UserWarning, match=r"an epoch has 10 steps now.*epoch 0 again and ends at step 26"):
+    with pytest.warns(UserWarning, match=r"had 10 steps, as they have now.*epoch 0 again and ends at step 26"):
         trainer = fit(Attempt(store), tmp_path / "output", before=Before(7, run_out), **arguments)
     assert (trainer.state.global_step, trainer.state.epoch) == (26, 2)
     assert [manifest.step for manifest in store.list()] == [6, 12, 18, 24, 26]
@@ -252,13 +298,13 @@ def test_a_batch_that_gets_smaller_after_a_report_continues_from_it_after_a_rest
 
 def test_a_complete_training_is_not_continued_with_other_epochs(store, tmp_path):
     fit(Attempt(store), tmp_path / "output", num_train_epochs=1.5)
-    with pytest.warns(UserWarning, match="ends at step 6"):
-        trainer = fit(Attempt(store), tmp_path / "output", num_train_epochs=1.5, per_device_train_batch_size=32)
+    trainer = fit(Attempt(store), tmp_path / "output", num_train_epochs=1.5, per_device_train_batch_size=32)
     assert trainer.state.global_step == 6
 
 
 def test_max_steps_counts_all_steps_whatever_the_number_per_epoch(store, tmp_path):
     fit_until(Attempt(store), 7, tmp_path / "output", max_steps=12)
+    pretend_another_number(store)
     with pytest.warns(UserWarning, match="begins epoch 1 again and ends at step 12"):
         trainer = fit(Attempt(store), tmp_path / "output", max_steps=12, per_device_train_batch_size=32)
     assert (trainer.state.global_step, trainer.state.epoch) == (12, 4)
@@ -373,6 +419,7 @@ def test_a_trainer_may_begin_anew_from_a_checkpoint_of_another_run(store, tmp_pa
 
 def test_a_trainer_that_begins_anew_within_resume_path_and_has_other_epochs_is_refused(store, tmp_path):
     fit(Attempt(store), tmp_path / "output", max_steps=6)
+    pretend_another_number(store)
     attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
     attempt.restored = store.checkpoint(store.latest())
     trainer = make_trainer(tmp_path / "output", per_device_train_batch_size=32)
