@@ -111,7 +111,7 @@ def load_state(accelerator: Accelerator, **arguments: Any) -> Checkpoint | None:
         restored = get_checkpoint()
         assert restored is not None
         if restored.manifest.world_size == context.world_size:
-            _load_positions(accelerator, folder, context)
+            _load_positions(accelerator, folder, context, arguments.get("load_kwargs") or {})
     return restored
 
 
@@ -129,10 +129,10 @@ def _save_positions(accelerator: Accelerator, folder: Path, context: TrainContex
     return set() if context.world_rank == 0 else set(loaders)
 
 
-def _load_positions(accelerator: Accelerator, folder: Path, context: TrainContext) -> None:
+def _load_positions(accelerator: Accelerator, folder: Path, context: TrainContext, arguments: Mapping[str, Any]) -> None:
     for name, loader in _stateful_loaders(accelerator).items():
         if (path := folder / _of_rank(name, context)).exists():  # not if it was reported before ranks had their own
-            loader.load_state_dict(load(path))
+            loader.load_state_dict(load(path, **arguments))
 
 
 def _stateful_loaders(accelerator: Accelerator) -> dict[str, Any]:

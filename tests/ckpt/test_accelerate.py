@@ -2,13 +2,15 @@
 
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from accelerate_loops import EPOCHS, make_accelerator, train
 from exact_ends import same_ends
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.accelerate import load_state, report_state
 from ranks import Attempt, folder, in_training
+from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_RANK_0 = {
@@ -69,6 +71,33 @@ def test_each_rank_brings_and_gets_its_own_position_of_stateful_loaders(tmp_path
     }
     drawn = [[own for own, _ in torch.load(tmp_path / f"drawn-{rank}.pt")] for rank in range(2)]
     assert drawn == [[1, 11], [2, 12]]
+
+
+class Own:
+    """Something that torch.load makes only if it is told that the file is trusted."""
+
+
+class WithOwnState(TensorDataset):
+    def state_dict(self):
+        return {"own": Own()}
+
+    def load_state_dict(self, state):
+        assert isinstance(state["own"], Own)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_positions_of_stateful_loaders_are_loaded_with_the_arguments_for_all_files(store):
+    def load_or_report():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        loader = accelerator.prepare(DataLoader(WithOwnState(torch.arange(8.0)), batch_size=4))
+        is_first = load_state(accelerator, load_kwargs={"weights_only": False}) is None
+        batch = next(iter(loader))[0].tolist()
+        if is_first:
+            report_state(accelerator, {})
+        return batch
+
+    assert called_in_training(Attempt(store), load_or_report) == [0, 1, 2, 3]
+    assert called_in_training(Attempt(store), load_or_report) == [4, 5, 6, 7]
 
 
 def test_what_was_loaded_tells_where_to_go_on(store):
