@@ -151,7 +151,7 @@ def _complete_s3(config: dict[str, Any]) -> Any:
     None leaves them to object_store: those in variables, or an unsigned request.
 
     Raises:
-        ValueError: If the AWS profile does not exist, names a section that does not exist, or cannot be parsed.
+        ValueError: If the AWS profile does not exist, or it or a variable is invalid.
 
     """
     for name, variables in (("aws_endpoint_url", ENDPOINT_VARIABLES), ("aws_region", ("AWS_REGION",))):
@@ -165,7 +165,7 @@ def _complete_s3(config: dict[str, Any]) -> Any:
     session = botocore.session.Session()
     if has_login and session.profile is not None and session.profile not in session.available_profiles:
         session = botocore.session.Session(session_vars={"profile": (None, None, None, None)})  # variables are copied
-    region, endpoint = find_s3(session, config.get("aws_region"))
+    region, endpoint = find_s3(session, config.get("aws_region"), config.get("aws_endpoint_url"))
     config.setdefault("aws_region", region or "us-east-1")
     if endpoint is not None:
         config.setdefault("aws_endpoint_url", endpoint)

@@ -127,9 +127,8 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     url = f"s3://{block.bucket_name}/{folder}" if folder else f"s3://{block.bucket_name}"
     credentials = block.credentials
     parameters = credentials.aws_client_parameters
-    region, endpoint = _of_profile(credentials)
-    endpoint = parameters.endpoint_url or endpoint
-    options = {"aws_region": credentials.region_name or region, "aws_endpoint_url": endpoint}
+    region, endpoint = _region_and_endpoint(credentials)
+    options = {"aws_region": region, "aws_endpoint_url": endpoint}
     if isinstance(credentials, MinIOCredentials):
         options["aws_access_key_id"] = credentials.minio_root_user
         options["aws_secret_access_key"] = credentials.minio_root_password.get_secret_value()
@@ -141,16 +140,17 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     return StorageSpec(url, {name: value for name, value in options.items() if value})
 
 
-def _of_profile(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
-    """Return the region and the endpoint of the block's profile, as boto3 finds them; other machines may lack the profile.
+def _region_and_endpoint(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
+    """Return the block's own, or those of its profile, as boto3 finds them; other machines may lack the profile.
 
     Raises:
         ValueError: If this machine lacks it.
 
     """
+    given = credentials.region_name, credentials.aws_client_parameters.endpoint_url
     if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
-        return None, None
-    return find_s3(botocore.session.Session(profile=credentials.profile_name), credentials.region_name)
+        return given
+    return find_s3(botocore.session.Session(profile=credentials.profile_name), *given)
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:

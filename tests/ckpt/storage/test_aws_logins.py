@@ -51,6 +51,9 @@ CONFIG = """
     [profile bare]
     region = ap-south-1
 
+    [profile empty]
+    output = json
+
     [profile broken]
     services = missing
 """
@@ -138,6 +141,25 @@ def test_the_regions_of_the_options_and_of_aws_region_come_before_all_others(mac
     machine({**LAB, "AWS_DEFAULT_REGION": "us-west-1", "AWS_REGION": "us-west-2"})
     assert ObstoreStorage("s3://bucket", {})._store.config["region"] == "us-west-2"
     assert ObstoreStorage("s3://bucket", {"region": "eu-central-1"})._store.config["region"] == "eu-central-1"
+
+
+def test_an_empty_default_region_is_none(machine):
+    machine({**LAB, "AWS_DEFAULT_REGION": ""})
+    assert ObstoreStorage("s3://bucket", {})._store.config["region"] == "eu-west-3"
+    machine({"AWS_PROFILE": "empty", **KEYS})
+    assert ObstoreStorage("s3://bucket", {})._store.config["region"] == "us-east-1"
+
+
+def test_the_region_of_another_server_may_have_any_name(machine):
+    machine({"AWS_PROFILE": "default"})
+    storage = ObstoreStorage("s3://bucket", {"aws_region": "my_region", "aws_endpoint_url": "http://minio:9000"})
+    assert storage._store.config["region"] == "my_region"
+
+
+def test_a_setting_of_aws_own_tools_that_is_none_is_a_value_error(machine):
+    machine({**KEYS, "AWS_RETRY_MODE": "always"})
+    with pytest.raises(ValueError, match=r'"always" must be one of.*: fix .* the AWS_… variables'):
+        ObstoreStorage("s3://bucket", {})
 
 
 def test_keys_in_the_options_have_no_token_of_others(machine):

@@ -183,10 +183,12 @@ def test_what_is_no_storage_is_refused(storage):
 @pytest.mark.parametrize(
     "endpoint", ["127.0.0.1:9000", "minio:9000", "//minio:9000", "http://", "http://minio 1:9000", "ftp://minio"]
 )
-def test_an_endpoint_that_is_no_address_is_refused_without_its_login(endpoint):
+@pytest.mark.parametrize("is_variable", [True, False], ids=["variable", "option"])
+def test_an_endpoint_that_is_no_address_is_refused_without_its_login(monkeypatch, endpoint, is_variable):
     for given in (endpoint, f"me:secret@{endpoint}"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", given if is_variable else "")
         with pytest.raises(ValueError, match="is no address of a server: write http://HOST:PORT or https://HOST") as caught:
-            open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": given}))
+            open_storage(StorageSpec("s3://bucket", {} if is_variable else {"aws_endpoint_url": given}))
         assert repr(endpoint) in str(caught.value)
 
 
