@@ -26,6 +26,8 @@ _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
 _DIRECTORY_BUCKET = "--x-s3"
+# obstore asks for credentials again 5 min before they reach this age; botocore gives none that end within 10 min.
+_CREDENTIALS_LAST = timedelta(minutes=10)
 _NO_GOOGLE_LOGIN = "Unable to decode service account file"
 _GOOGLE_LOGINS = (
     "; object_store knows neither workload identity federation nor impersonation: give a service account's key, in a GcsBucket "
@@ -189,7 +191,7 @@ def _from_boto3(session: Any) -> Any:
     from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
 
     try:
-        return Boto3CredentialProvider(session)
+        return Boto3CredentialProvider(session, ttl=_CREDENTIALS_LAST)
     except ValueError:  # object_store itself looks for a role of the machine
         return None
 

@@ -1,7 +1,8 @@
 """The login, region and endpoint of S3, compared with those of AWS' own tools in the same environment."""
 
+import json
 import textwrap
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from urllib.parse import parse_qs, urlsplit
 
 import botocore.session
@@ -199,3 +200,15 @@ def test_a_web_identity_without_its_file_is_told_at_once(machine):
     storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0)))
     with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix AWS_WEB_IDENTITY_TOKEN_FILE"):
         storage.get_bytes("x")
+
+
+def test_credentials_are_asked_for_again_before_they_end(machine, tmp_path):
+    end = datetime.now(timezone.utc) + timedelta(minutes=11)  # botocore gives them until ten minutes before
+    keys = {"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "x", "SessionToken": "t", "Expiration": end.isoformat()}
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    machine({"AWS_PROFILE": "process"})
+    with (tmp_path / "config").open("a") as config:
+        config.write(f"[profile process]\ncredential_process = cat {tmp_path}/keys.json\n")
+    given = ObstoreStorage("s3://bucket", {})._store.credential_provider()
+    assert given["access_key_id"] == "a"
+    assert given["expires_at"] <= end
