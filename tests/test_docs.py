@@ -173,6 +173,15 @@ def test_the_training_of_readme_gets_the_config_that_it_reads():
     assert [call for call in others if not all(f"'{name}'" in call for name in read)] == []
 
 
+@pytest.mark.parametrize("file", ["README.md", "docs/how-to/schedule.md", "prefect.yaml"])
+def test_a_nightly_training_from_scratch_keeps_the_best_of_other_nights(file):
+    text = (ROOT / file).read_text()
+    assert re.search(r"resume(=\"|: )never", text)
+    policies = re.findall(r"num_to_keep(?:=|: )3\b[^)}]*", text)
+    assert policies
+    assert [it for it in policies if "checkpoint_score_attribute" not in it] == [], "the newest are those of this night"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "how-to/from-ray-train.md"])
 def test_what_prose_calls_exists(page):
     for code in re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`]*\))`", PAGES[page]):
