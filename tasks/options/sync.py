@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from prefect_torch.ckpt.runs.layout import RUN_NAME
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
 from prefect_torch.tasks.rank.user_code.code_pickle import dump
-from prefect_torch.tasks.rank.user_code.function_reference import name_of
+from prefect_torch.tasks.rank.user_code.function_reference import in_partials, name_of
 from pydantic import Field, PlainSerializer, field_validator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -15,9 +15,8 @@ from .run_form import FormModel
 _LATE = rf"{RUN_NAME}/(metrics/.*|latest\.json)"  # if a killed node has not copied them, its next report does
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.
-_Function = SkipJsonSchema[
-    Annotated[Callable[[str, str], Any], PlainSerializer(lambda it: f"{it.__module__}:{name_of(it)}", when_used="json")]
-]
+_Shown = PlainSerializer(lambda it: f"{in_partials(it).__module__}:{name_of(it)}", when_used="json")
+_Function = SkipJsonSchema[Annotated[Callable[[str, str], Any], _Shown]]
 
 
 class SyncConfig(FormModel):

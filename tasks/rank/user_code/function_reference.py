@@ -157,9 +157,15 @@ def takes_checkpoint(function: TrainFunction) -> bool:
 
 def name_of(function: TrainFunction) -> str:
     """Return the name of a function, of that in a partial, or of the class of another callable: their reprs may hold data."""
+    inner = in_partials(function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def in_partials(function: TrainFunction) -> TrainFunction:
+    """Return the function of which a partial is made, or `function` itself."""
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
+    return function
 
 
 def check_signature(function: TrainFunction, *, evaluates: bool = False) -> TrainFunction:

@@ -16,6 +16,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from prefect_torch.ckpt.context import TrainContext, set_context
+from prefect_torch.tasks import SyncConfig
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
@@ -317,6 +318,12 @@ def test_what_a_rank_could_not_run_to_its_end_is_refused(function, message):
 def test_the_name_of_a_function_has_none_of_its_data(function, name):
     """A sweep stores it, and each rank has it as sys.argv[0]."""
     assert name_of(function) == name
+
+
+def test_a_partial_is_shown_with_the_module_of_its_function():
+    partial = functools.partial(needs_two, other=bytes(10**6))
+    shown = SyncConfig(upload=partial, download=needs_two, target="x").model_dump(mode="json")
+    assert shown["upload"] == shown["download"] == f"{__name__}:needs_two"
 
 
 @pytest.mark.parametrize(
