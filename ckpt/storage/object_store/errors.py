@@ -102,7 +102,10 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
             "demands: change AWS_ENDPOINT_URL_STS, or unset AWS_WEB_IDENTITY_TOKEN_FILE for another login"
         )
     if not has_answered and _NO_IDENTITY.search(text) is not None:
-        return OSError(f"the credentials for {where} cannot be fetched: {reason}; fix AWS_WEB_IDENTITY_TOKEN_FILE")
+        return OSError(
+            f"the credentials for {where} cannot be fetched: {reason}; fix AWS_WEB_IDENTITY_TOKEN_FILE, or the profile that "
+            "names this file"
+        )
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:
         return NoCredentialsError(

@@ -52,6 +52,10 @@ CONFIG = """
     [profile bare]
     region = ap-south-1
 
+    [profile pod]
+    role_arn = arn:aws:iam::123456789012:role/pod
+    web_identity_token_file = /missing
+
     [profile empty]
     output = json
 
@@ -195,10 +199,15 @@ def test_keys_need_no_profile_on_a_machine_to_which_the_variables_were_copied(ma
         assert _signed_for(url)[:3] == (f"https://s3.{host}", key, region or "eu-west-1")
 
 
-def test_a_web_identity_without_its_file_is_told_at_once(machine):
-    machine({**ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": "/missing"})
+@pytest.mark.parametrize(
+    "variables",
+    [{**ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": "/missing"}, {"AWS_PROFILE": "pod"}],
+    ids=["variable", "profile"],
+)
+def test_a_login_without_its_file_is_told_at_once(machine, variables):
+    machine(variables)
     storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0)))
-    with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix AWS_WEB_IDENTITY_TOKEN_FILE"):
+    with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix .* or the profile that"):
         storage.get_bytes("x")
 
 
