@@ -480,6 +480,8 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     trial, trials = searched.next_trial(), trials_of(led, "train/queue-a")
     with disable_run_logger():
         trials.start(trial)
+        while not trials._running:  # a busy server may refuse a request, which is tried again
+            trials.take_ended(0.1)
     looks, find_alive = [], trial_flow_runs.find_alive
 
     def find(trial):
