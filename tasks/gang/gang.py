@@ -66,7 +66,7 @@ class Gang:
         specs: The ranks.
         hang_timeout_s: The longest time without a report; None for unlimited.
         machines: The machines of the ranks; empty for this one.
-        regrowth: Looks for room for more ranks; once it has found some, the next checkpoint is the last. None if the attempt
+        regrowth: Looks for room for more ranks; as long as there is some, the next checkpoint is the last. None if the attempt
             does not grow.
         logs: Where the ranks' lines go; None for all to Prefect.
 
@@ -172,7 +172,7 @@ class Gang:
             raise cause_of(failures)
         if stopped := [str(self._groups[number]) for number in outcomes if not self._futures[number].state.is_completed()]:
             raise RankFailedError(f"rank {show_some(stopped)} was stopped, and no rank has said why", None, "infrastructure")
-        self.is_cut_short = self._is_regrowing and key_value.check(CUT_SHORT_KEY)
+        self.is_cut_short = self._regrowth is not None and key_value.check(CUT_SHORT_KEY)
         return released(outcomes[0])
 
     def stop(self, reason: str) -> None:
@@ -224,11 +224,15 @@ class Gang:
         return RankFailedError(message, None, "preemption")
 
     def _regrow(self, key_value: KeyValue) -> None:
-        """End the attempt with its next checkpoint if there is room for more ranks."""
-        if self._regrowth is not None and self._regrowth.room and not self._is_regrowing:
-            self._is_regrowing = True
-            get_run_logger().info("the cluster has room for %d more: they begin with the next checkpoint", self._regrowth.room)
+        """Have the attempt end with its next checkpoint as long as there is room for more ranks."""
+        room = 0 if self._regrowth is None else self._regrowth.room
+        if room and not self._is_regrowing:
+            get_run_logger().info("the cluster has room for %d more: they begin with the next checkpoint", room)
             key_value.set(TERMINATION_KEY, b"")
+        elif self._is_regrowing and not room:
+            get_run_logger().info("the machines for more ranks are gone again: unless the ranks end already, they go on")
+            key_value.delete(TERMINATION_KEY)
+        self._is_regrowing = room > 0
 
     def _advance(self, recorder: Recorder | None) -> bool:
         """Record the new events of rank 0, and return whether all ranks have exited."""

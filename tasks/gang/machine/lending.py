@@ -121,8 +121,12 @@ class Machines:
         if self._regrow_after_s is None or not missing:
             yield None
             return
-        in_use = frozenset(lease.names)
-        regrowth = Regrowth(self._cluster, lambda: self._request(1, missing, self._avoided.now, in_use), self._regrow_after_s)
+
+        def wanted(gone: Sequence[RemoteMachine]) -> MachineRequest:
+            self._avoided.record_losses(gone)
+            return self._request(1, missing, self._avoided.now, in_use=frozenset(lease.names))
+
+        regrowth = Regrowth(self._cluster, wanted, self._regrow_after_s)
         try:
             yield regrowth
             if regrowth.is_used:
@@ -140,12 +144,13 @@ class Machines:
 
     def _with_more(self, lease: Lease, regrowth: Regrowth) -> Lease | None:
         """Return the machines of an attempt and those that were lent meanwhile; None if they cannot be used together."""
-        lost = self._avoided.record_losses(regrowth.machines)
-        machines = (*lease.machines, *(machine for machine in regrowth.machines if machine.name not in lost))
-        has_twice = len({machine.name for machine in machines}) < len(machines)  # two agents, which nothing tells apart
-        if has_twice or self._avoided.record_losses(lease.machines):
-            return None
-        self._held.push(regrowth.hand_over())
+        with regrowth.hand_over() as held:
+            lost = self._avoided.record_losses(regrowth.machines)
+            machines = (*lease.machines, *(machine for machine in regrowth.machines if machine.name not in lost))
+            has_twice = len({machine.name for machine in machines}) < len(machines)  # two agents, which nothing tells apart
+            if has_twice or self._avoided.record_losses(lease.machines):
+                return None
+            self._held.push(held.pop_all())
         return _lease(lease.host, machines, self._most)
 
     def _is_to_keep(self, lease: Lease, failure: RankFailedError) -> bool:

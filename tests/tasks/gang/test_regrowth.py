@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +12,16 @@ from typing import Literal
 
 import pytest
 from agents import agents
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks import Hosts, ScalingConfig
+from prefect_torch.tasks.gang import gang as gang_module
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
+from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
 from prefect_torch.tasks.gang.machine.agent import KEY_VARIABLE
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
+from prefect_torch.tasks.rank.rendezvous import TERMINATION_KEY
 from pydantic import ValidationError
 
 LOOPBACK = "127.0.0.1"
@@ -38,7 +43,7 @@ def wait_for(condition):
 def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(tmp_path):
     asked = []
 
-    def wanted():
+    def wanted(gone):
         asked.append(1)
         return MachineRequest(1, 2, use_gpu=False, avoid=frozenset({"a"}), in_use=frozenset({"a"}))
 
@@ -52,6 +57,40 @@ def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(t
         wait_for(lambda: regrowth.room)
         assert regrowth.room == 2, "the only machine that is left takes all ranks"
         assert len(agents()) >= 1
+    finally:
+        regrowth.stop()
+    assert not agents()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_attempt_goes_on_if_what_was_lent_is_gone_before_its_checkpoint_and_others_are_asked_for(
+    tmp_path, monkeypatch, number
+):
+    monkeypatch.setattr(gang_module, "get_run_logger", lambda: logging.getLogger("gang"))
+    avoid = {"a"}
+
+    def wanted(gone):
+        avoid.update(machine.name for machine in gone)
+        return MachineRequest(1, 1, use_gpu=False, avoid=frozenset(avoid), in_use=frozenset({"a"}))
+
+    (tmp_path / "b").touch()
+    cluster = Hosts(["a", "b", "c"], command=f"test -e {tmp_path}/{{host}} && exec {{agent}}", leader_address=LOOPBACK)
+    regrowth = Regrowth(cluster, wanted, 0.01)
+    try:
+        ranks, key_value = Gang([], None, regrowth=regrowth), MemoryKeyValue()
+        wait_for(lambda: regrowth.room)
+        ranks._regrow(key_value)
+        assert key_value.check(TERMINATION_KEY)
+        (agent,) = agents()
+        os.kill(agent.pid, number)
+        wait_for(lambda: not regrowth.room)
+        ranks._regrow(key_value)
+        assert not key_value.check(TERMINATION_KEY)
+        (tmp_path / "c").touch()
+        wait_for(lambda: regrowth.room)
+        assert [machine.name for machine in regrowth.machines] == ["c"]
+        ranks._regrow(key_value)
+        assert key_value.check(TERMINATION_KEY)
     finally:
         regrowth.stop()
     assert not agents()
@@ -85,7 +124,7 @@ def test_an_engine_that_knows_nothing_of_regrowth_is_asked_like_any_other(tmp_pa
     counted.write_text("1")
     asked = []
 
-    def wanted():
+    def wanted(gone):
         asked.append(1)
         return MachineRequest(1, 4, use_gpu=False, avoid=frozenset({"m0"}), in_use=frozenset({"m0"}))
 
@@ -105,7 +144,7 @@ def test_an_engine_that_knows_nothing_of_regrowth_is_asked_like_any_other(tmp_pa
 def test_a_cluster_that_cannot_be_asked_is_asked_again(monkeypatch, caplog):
     monkeypatch.setattr(regrowth_module, "get_run_logger", lambda: logging.getLogger("regrowth"))
 
-    def wanted():
+    def wanted(gone):
         raise OSError("no answer")
 
     regrowth = Regrowth(Hosts(["a"]), wanted, 0.01)
