@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
 import obstore.store
-from prefect_torch.ckpt.storage.specs.aws import find_s3
+from prefect_torch.ckpt.storage.specs.aws import find_credentials, find_s3
 from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
@@ -153,7 +153,7 @@ def _complete_s3(config: dict[str, Any]) -> Any:
     None leaves them to object_store: those in variables, or an unsigned request.
 
     Raises:
-        ValueError: If the AWS profile does not exist, or it or a variable is invalid.
+        ValueError: If the AWS profile does not exist, or it, its login or a variable is invalid.
 
     """
     for name, variables in (("aws_endpoint_url", ENDPOINT_VARIABLES), ("aws_region", ("AWS_REGION",))):
@@ -187,13 +187,17 @@ def _given_keys(config: Mapping[str, Any]) -> Any:
 
 
 def _from_boto3(session: Any) -> Any:
-    """Return boto3's credential provider (profiles, SSO, roles; they refresh), or None if it finds no credentials."""
+    """Return boto3's credential provider (profiles, SSO, roles; they refresh), or None if it finds no credentials.
+
+    Raises:
+        ValueError: If the login of the AWS profile is invalid.
+
+    """
+    if find_credentials(session) is None:  # object_store itself looks for a role of the machine
+        return None
     from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
 
-    try:
-        return Boto3CredentialProvider(session, ttl=_CREDENTIALS_LAST)
-    except ValueError:  # object_store itself looks for a role of the machine
-        return None
+    return Boto3CredentialProvider(session, ttl=_CREDENTIALS_LAST)
 
 
 def _given_azure_login(config: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from prefect_torch.ckpt.storage.server_codes import (
     REQUEST_REFUSED_STATUSES,
     SKEWED,
 )
-from prefect_torch.ckpt.text import show_age
+from prefect_torch.ckpt.text import show_age, without_login
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
@@ -200,11 +200,11 @@ def _parse_time(text: str) -> datetime:
 
 
 def first_reason(error: Exception) -> str:
-    """Return the first line without its URL's query, which may be signed, and the code and message of the server's response.
+    """Return the first line without its URL's login and query, which may be signed, and the code and message of the response.
 
     For a request that was not sent, the reason, such as "Connection refused", replaces the response.
     """
-    text = str(error).strip()
+    text = without_login(str(error).strip())
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
     unsent = _UNSENT.search(text)

@@ -1,6 +1,8 @@
-"""The search of AWS' own tools for the region and the endpoint of S3: variables, and the profile with its sections."""
+"""The search of AWS' own tools for the login, region and endpoint of S3: variables, and the profile with its sections."""
 
 from typing import Any
+
+_FIX = "fix ~/.aws/config, the file that AWS_CONFIG_FILE names, or the AWS_… variables"
 
 
 def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str | None, str | None]:
@@ -32,6 +34,34 @@ def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str
     except botocore.exceptions.ProfileNotFound as exc:
         raise ValueError(f"{exc}: fix AWS_PROFILE or the block's profile_name, or add the profile to ~/.aws/config") from exc
     except botocore.exceptions.BotoCoreError as exc:
-        raise ValueError(f"{exc}: fix ~/.aws/config, the file that AWS_CONFIG_FILE names, or the AWS_… variables") from exc
+        raise ValueError(f"{exc}: {_FIX}") from exc
+    except ValueError:  # of an endpoint
+        # The error shows the whole endpoint, which may hold a password.
+        raise ValueError(
+            f"the endpoint_url {_of_profile(session)} is no address of a server: write http://HOST:PORT or https://HOST; {_FIX}"
+        ) from None
     usual = ("https://s3.amazonaws.com", f"https://s3.{found.region_name}.amazonaws.com")
     return region, None if found.endpoint_url in usual else found.endpoint_url
+
+
+def find_credentials(session: Any) -> Any:
+    """Return the credentials of a botocore session, which caches them, or None; may run the profile's `credential_process`.
+
+    Raises:
+        ValueError: If the login of the profile is incomplete, or its `credential_process` fails.
+
+    """
+    import botocore.exceptions  # noqa: PLC0415 - takes a while to import
+
+    try:
+        return session.get_credentials()
+    except botocore.exceptions.BotoCoreError as exc:
+        reason = str(exc).strip()
+    except Exception as exc:  # noqa: BLE001 - botocore passes on whatever the start of a process and its output raise
+        reason = f"credential_process must write JSON as the AWS CLI expects it ({type(exc).__name__}: {exc})"
+    # Without the error itself, which may hold the output of the process: keys.
+    raise ValueError(f"the login {_of_profile(session)} cannot be used: {reason}; {_FIX}")
+
+
+def _of_profile(session: Any) -> str:
+    return f"of the AWS profile {session.profile or 'default'!r}"

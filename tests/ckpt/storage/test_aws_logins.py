@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+import traceback
 from datetime import datetime, timedelta, timezone
 from urllib.parse import parse_qs, urlsplit
 
@@ -9,6 +10,7 @@ import botocore.session
 import obstore
 import pytest
 from botocore.config import Config
+from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
@@ -209,6 +211,47 @@ def test_a_login_without_its_file_is_told_at_once(machine, variables):
     storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0)))
     with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix .* or the profile that"):
         storage.get_bytes("x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("credential_process = sh -c 'echo no ticket >&2; exit 3'", "custom-process: no ticket; fix ~/.aws/config"),
+        ("credential_process = /missing/tool", "credential_process must write JSON .*'/missing/tool'"),
+        ("credential_process = echo secret", "credential_process must write JSON .*JSONDecodeError"),
+        ("credential_process = echo []", "credential_process must write JSON"),
+        ("aws_access_key_id = half", "missing: aws_secret_access_key; fix ~/.aws/config"),
+        ("role_arn = arn:aws:iam::123456789012:role/x\nsource_profile = nowhere", 'source_profile "nowhere" .* does not exist'),
+    ],
+    ids=["fails", "missing", "no-json", "no-object", "half", "source"],
+)
+def test_a_login_that_cannot_be_used_is_told_without_its_keys(machine, tmp_path, settings, reason):
+    machine({"AWS_PROFILE": "wrong"})
+    with (tmp_path / "config").open("a") as config:
+        config.write(f"[profile wrong]\n{settings}\n")
+    with pytest.raises(ValueError, match=rf"the login of the AWS profile 'wrong' cannot be used: .*{reason}") as caught:
+        ObstoreStorage("s3://bucket", {})
+    assert caught.value.__context__ is None  # a JSONDecodeError has the whole output
+
+
+@pytest.mark.parametrize("endpoint", ["me:secret@minio:9000", "http://me:secret@minio 1:9000", "http://me:secret@"])
+def test_an_endpoint_of_a_profile_that_is_no_address_is_refused_without_its_login(machine, tmp_path, endpoint):
+    machine({"AWS_PROFILE": "wrong"})
+    with (tmp_path / "config").open("a") as config:
+        config.write(f"[profile wrong]\nendpoint_url = {endpoint}\n")
+    with pytest.raises(ValueError, match="the endpoint_url of the AWS profile 'wrong' is no address of a server") as caught:
+        ObstoreStorage("s3://bucket", {})
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+def test_a_login_in_an_endpoint_is_not_shown(machine):
+    machine(KEYS)
+    options = {"aws_endpoint_url": "http://me:secret@127.0.0.1:1", "aws_region": "eu-west-1"}
+    storage = open_storage(StorageSpec("s3://bucket", options, RetryPolicy(0.1)))
+    with pytest.raises(StorageError, match=r"http://127\.0\.0\.1:1/bucket/x") as caught:
+        storage.get_bytes("x")
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_credentials_are_asked_for_again_before_they_end(machine, tmp_path):
