@@ -96,7 +96,7 @@ def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
             return key_value.get([key], _SOON_S)[0]
         except TimeoutError:
             if time.monotonic() >= deadline_s:
-                raise
+                raise TimeoutError(f"not set within {longest_s:g} s: {key}") from None
 
 
 class TcpKeyValue:

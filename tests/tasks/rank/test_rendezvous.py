@@ -7,7 +7,7 @@ import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
 from prefect_torch.tasks.rank.program.group_store import GroupStore
-from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from rank_specs import rank_spec
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -110,6 +110,12 @@ def test_two_rendezvous_never_share_a_port():
     assert both[0].address != both[1].address
     for meeting in both:
         meeting.close()
+
+
+def test_a_key_that_never_comes_is_named_with_the_whole_wait(key_values, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_SOON_S", 0.01)
+    with pytest.raises(TimeoutError, match=r"not set within 0\.05 s: port$"):
+        wait_for_key(key_values[0], "port", 0.05)
 
 
 def test_groups_wait_longer_for_each_other_than_a_rank_for_its_leader(monkeypatch):
