@@ -1,8 +1,10 @@
-"""Sizes, ages, names, classes and times as text, for a terminal, a page, an error or a record."""
+"""Sizes, ages, names, classes, functions and times as text, for a terminal, a page, an error or a record."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
+from typing import Any
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _SHOWN = 5
@@ -34,6 +36,19 @@ def show_count(number: int, noun: str) -> str:
 def show_class(value: object) -> str:
     """Return the name of a value's class, with its module unless it is built in: other packages have a Checkpoint, too."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function, of that in a partial, or of the class of another callable: their reprs may hold data."""
+    inner = in_partials(function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def in_partials(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of which a partial is made, or `function` itself."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
 def show_some(names: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 from prefect_torch.ckpt.runs.layout import RUN_NAME
 from prefect_torch.ckpt.storage.synced.transport import FUNCTION, PLACEHOLDERS, Transport, pickled_function
+from prefect_torch.ckpt.text import in_partials, name_of
 from prefect_torch.tasks.rank.user_code.code_pickle import dump
-from prefect_torch.tasks.rank.user_code.function_reference import in_partials, name_of
 from pydantic import Field, PlainSerializer, field_validator
 from pydantic.json_schema import SkipJsonSchema
 

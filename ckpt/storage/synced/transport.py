@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.text import name_of
 
 Copy = Callable[[str, str], object]
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -115,7 +116,7 @@ def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
     thread = threading.Thread(target=call, name="sync", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    name = getattr(copy, "__qualname__", repr(copy))
+    name = name_of(copy)
     if thread.is_alive():
         raise StorageError(f"{name}({source!r}, {target!r}) has not returned after {timeout_s:g} s")
     if errors:

@@ -13,9 +13,10 @@ from typing import Any
 
 import cloudpickle
 from prefect_torch.ckpt.context import context_or_none
+from prefect_torch.ckpt.text import name_of
 
 from .code_pickle import dump
-from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable, name_of
+from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
 from .shadowing import check_is_package
 
 _unpacking: list[str] = []  # names of the functions whose module this rank is importing

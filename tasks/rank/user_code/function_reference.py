@@ -1,6 +1,5 @@
 """References to training functions by name: checked without an import, and imported in a rank."""
 
-import functools
 import importlib.util
 import inspect
 import os
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import cloudpickle
+from prefect_torch.ckpt.text import name_of
 
 TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -153,19 +153,6 @@ def takes_checkpoint(function: TrainFunction) -> bool:
     except ValueError:  # a function in C without a signature
         return False
     return next(iter(parameters), None) == "checkpoint"
-
-
-def name_of(function: TrainFunction) -> str:
-    """Return the name of a function, of that in a partial, or of the class of another callable: their reprs may hold data."""
-    inner = in_partials(function)
-    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
-
-
-def in_partials(function: TrainFunction) -> TrainFunction:
-    """Return the function of which a partial is made, or `function` itself."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
 
 
 def check_signature(function: TrainFunction, *, evaluates: bool = False) -> TrainFunction:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -178,6 +179,18 @@ def test_a_hanging_or_failing_function_ends_the_put(tmp_path):
         storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=way, timeout_s="0.1"))
         with pytest.raises(StorageError, match=problem):
             storage.put_bytes("run/x", b"1")
+
+
+def test_the_error_of_a_partial_has_none_of_its_data(tmp_path):
+    failing = pickled_function(cloudpickle.dumps(partial(fail_with, login="secret")))
+    storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=failing))
+    with pytest.raises(StorageError, match=r"fail_with\('.*raised OSError") as caught:
+        storage.put_bytes("run/x", b"1")
+    assert "secret" not in str(caught.value)
+
+
+def fail_with(source, target, login):
+    fail(source, target)
 
 
 def hang(source, target):

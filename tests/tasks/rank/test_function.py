@@ -16,11 +16,12 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from prefect_torch.ckpt.context import TrainContext, set_context
+from prefect_torch.ckpt.text import name_of
 from prefect_torch.tasks import SyncConfig
 from prefect_torch.tasks.gang.processes import fork_servers
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
-from prefect_torch.tasks.rank.user_code.function_reference import check_signature, name_of, takes_config
+from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
 
 
 def in_a_new_interpreter(packed) -> str:
