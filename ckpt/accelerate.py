@@ -123,9 +123,10 @@ def _save_positions(accelerator: Accelerator, folder: Path, context: TrainContex
     """
     loaders = _stateful_loaders(accelerator)
     for name, loader in loaders.items():
-        torch.save(loader.state_dict(), folder / _of_rank(name, context))
+        position = loader.state_dict()
+        torch.save(position, folder / _of_rank(name, context))
         if context.world_rank == 0:
-            torch.save(loader.state_dict(), folder / name)
+            torch.save(position, folder / name)
     return set() if context.world_rank == 0 else set(loaders)
 
 

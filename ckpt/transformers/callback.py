@@ -104,9 +104,10 @@ class ReportCallback(TrainerCallback):
         _warn_of_shared_folder(args, self._context)
         self._folders = SavedFolders(args, self._context, state.global_step)
         check_first_step(state.global_step, "give trainer.train() the resume_from_checkpoint that resume_path() yields")
-        if not (self.is_prepared and resumed_from()):
+        folder = resumed_from()
+        if folder is None or not self.is_prepared:
             check_place(args, state, train_dataloader)
-        if (folder := resumed_from()) is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
+        if folder is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
             load_renamed_weights(model, folder)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from .ranks import Ranks
@@ -20,20 +20,10 @@ UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
 _RESOURCES = "a work pool's job variables determine what a flow run may use, which its ranks share"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_DELAY = {"type": "number", "minimum": 0, "maximum": 1e9}
-_MOST_DELAYS = 50  # Prefect's own bound
-Delays = Annotated[
-    list[Seconds],
-    Field(max_length=_MOST_DELAYS),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "array", "title": "One each", "items": _DELAY, "maxItems": _MOST_DELAYS},
-                {**_DELAY, "title": "One for all"},
-            ]
-        }
-    ),
-]
+_DelayOfEach = Annotated[list[Seconds], Field(max_length=50, title="One each")]  # Prefect's own bound
+_DelayOfAll = Annotated[Seconds, Field(title="One for all")]
+_DELAYS = WithJsonSchema({"anyOf": [TypeAdapter(it).json_schema() for it in (_DelayOfEach, _DelayOfAll)]})
+Delays = Annotated[_DelayOfEach, _DELAYS]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 LogRanks = Literal["all", "rank0", "local0"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
