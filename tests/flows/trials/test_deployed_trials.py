@@ -325,6 +325,14 @@ def trials_of(sweep: Run, deployment: str, **changes) -> DeployedTrials:
     return DeployedTrials(training, None, sweep, lambda: None, deployment, "json:loads")
 
 
+def start(trials, trial):
+    """Start a trial, and return the id of its flow run; a busy server may refuse a request, which is tried again."""
+    trials.start(trial)
+    while not trials._running:
+        trials.take_ended(0.1)
+    return trials._running[trial.number][1]
+
+
 PRESENT_STARTS = {
     "same": ("train/queue-a", {}),
     "deployment": ("train/queue-b", {}),
@@ -340,18 +348,14 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_if_another_one_would_b
     sweep_run = Run.open(str(tmp_path), change)
     trial = TrialRecord(0, f"{change}/trial-0000-0123abcd", {}, 0)
     with disable_run_logger(), get_client(sync_client=True) as client:
-        trials = trials_of(sweep_run, "train/queue-a")
-        trials.start(trial)
-        ((_, begun),) = trials._running.values()
-        trials = trials_of(sweep_run, deployment, **changes)
-        trials.start(trial)
-        ((_, present),) = trials._running.values()
+        begun = start(trials_of(sweep_run, "train/queue-a"), trial)
+        present = start(trials_of(sweep_run, deployment, **changes), trial)
         assert (present == begun) == (change == "same")
         assert client.read_flow_run(begun).state.is_scheduled() == (change == "same")
         flow_run = client.read_flow_run(present)
         assert flow_run.deployment_id == unserved[deployment.rpartition("/")[2]]
         assert flow_run.parameters["failure"]["max_failures"] == changes.get("failure", FailureConfig()).max_failures
-        trials_of(sweep_run, deployment, **changes).start(trial)
+        start(trials_of(sweep_run, deployment, **changes), trial)
         assert [it.id for it in trial_flow_runs.find_alive(trial)] == [present]
 
 
@@ -477,11 +481,9 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     searched = Search(chosen, parse_space(space), 0, RecordedTrials([], Journal(led, begun.number, 0).append), "left")
     searched.lead(begun.number)
     expect_questions(led, are_expected=True)
-    trial, trials = searched.next_trial(), trials_of(led, "train/queue-a")
+    trial = searched.next_trial()
     with disable_run_logger():
-        trials.start(trial)
-        while not trials._running:  # a busy server may refuse a request, which is tried again
-            trials.take_ended(0.1)
+        queued = start(trials_of(led, "train/queue-a"), trial)
     looks, find_alive = [], trial_flow_runs.find_alive
 
     def find(trial):
@@ -497,7 +499,7 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     assert not are_questions_expected(led)
     assert [(it.run, it.state) for it in result.trials] == [(trial.run, "completed")]
     with get_client(sync_client=True) as client:
-        assert client.read_flow_run(trials._running[0][1]).state.is_cancelled()
+        assert client.read_flow_run(queued).state.is_cancelled()
 
 
 @pytest.mark.parametrize(("trials_on", "changes", "problem"), WRONG, ids=range(len(WRONG)))
