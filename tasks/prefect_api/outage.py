@@ -22,12 +22,11 @@ from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
     PREFECT_CLIENT_RETRY_EXTRA_CODES,
     PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
-    temporary_settings,
 )
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
-from .settings import without_retries
+from .settings import settings_with_defaults, using, without_retries
 
 # Pauses of 2, 4, ..., 128 s: a request with log lines is repeated for four minutes. Prefect's own 5 retries end after one.
 _RETRIES = 7
@@ -63,7 +62,7 @@ def outlast_api_outages() -> Iterator[None]:
         with _api_answers_after(outer, unless_within_s=_JUST_NOW_S):
             yield
         return
-    with temporary_settings(set_defaults=_defaults()), embedded_server_kept_running() as keeper:
+    with using(settings_with_defaults(_defaults())), embedded_server_kept_running() as keeper:
         # The log worker keeps its first settings: it ends here, and another starts before a thread with other settings logs.
         APILogWorker.instance().drain()
         APILogWorker.instance()

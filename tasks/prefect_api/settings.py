@@ -23,6 +23,11 @@ def settings_with(changes: Mapping[Any, Any]) -> Settings:
     return settings
 
 
+def settings_with_defaults(defaults: Mapping[Any, Any]) -> Settings:
+    """Return Prefect's current settings with the given values of those that the user has not set; see `settings_with`."""
+    return settings_with({setting: value for setting, value in defaults.items() if not _is_set(setting.accessor.split("."))})
+
+
 @contextmanager
 def using(settings: Settings) -> Iterator[None]:
     """Let `settings` be Prefect's in the body, in this thread and in others that copy its context."""
@@ -50,3 +55,12 @@ def _replace(model: Any, path: Sequence[str], value: Any) -> Any:
     head, *rest = path
     inner = _replace(getattr(model, head), rest, value) if rest else value
     return model.model_copy(update={head: inner})
+
+
+def _is_set(path: Sequence[str]) -> bool:
+    *groups, name = path
+    model: Any = get_settings_context().settings
+    for group in groups:
+        model = getattr(model, group)
+    assert isinstance(model, BaseModel)
+    return name in model.model_fields_set

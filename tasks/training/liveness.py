@@ -11,10 +11,10 @@ from uuid import UUID
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
+from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 
 _IMPATIENT_S = 5.0
@@ -83,7 +83,7 @@ def is_unknown(flow_run_id: str) -> bool:
 def impatient_client() -> Iterator[SyncPrefectClient]:
     """Yield a client of Prefect's API that raises after one request without an answer within seconds."""
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        without_retries(),
         get_client(httpx_settings={"timeout": _IMPATIENT_S}, sync_client=True) as client,
     ):
         yield client

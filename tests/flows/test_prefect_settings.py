@@ -12,6 +12,7 @@ from prefect.settings import (
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
     PREFECT_CLIENT_MAX_RETRIES,
+    PREFECT_CLIENT_RETRY_EXTRA_CODES,
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
     get_current_settings,
@@ -21,7 +22,7 @@ from prefect_torch.flows import train
 from prefect_torch.flows.calls import short_tracebacks
 from prefect_torch.tasks.prefect_api.client import own_connections
 from prefect_torch.tasks.prefect_api.outage import _RETRIES, _defaults
-from prefect_torch.tasks.prefect_api.settings import settings_with, using, without_retries
+from prefect_torch.tasks.prefect_api.settings import settings_with, settings_with_defaults, using, without_retries
 
 AWAY = "http://127.0.0.1:1/api"
 
@@ -40,6 +41,18 @@ def test_changed_settings_are_those_of_prefects_own_function_and_hold_in_the_bod
             assert (PREFECT_CLIENT_MAX_RETRIES.value(), PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value()) == (0, None)
         assert PREFECT_CLIENT_MAX_RETRIES.value() == 3
     assert get_current_settings() is before
+
+
+@pytest.mark.parametrize("own", [{}, {PREFECT_CLIENT_MAX_RETRIES: 3}, {PREFECT_CLIENT_RETRY_EXTRA_CODES: {418}}])
+def test_other_defaults_are_those_of_prefects_own_function(own):
+    with temporary_settings(own):
+        with temporary_settings(set_defaults=_defaults()):
+            expected = get_current_settings()
+        with using(settings_with_defaults(_defaults())):
+            assert get_current_settings().model_dump() == expected.model_dump()
+            assert get_current_settings().to_environment_variables(exclude_unset=True) == expected.to_environment_variables(
+                exclude_unset=True
+            )
 
 
 def test_changed_settings_do_not_read_the_environment_again(monkeypatch):
@@ -68,7 +81,7 @@ def test_an_empty_url_of_the_api_is_none(url, expected, monkeypatch):
     ],
 )
 def test_only_the_embedded_server_is_not_asked_for_tokens(settings, expected):
-    with temporary_settings(settings), temporary_settings(set_defaults=_defaults()):
+    with temporary_settings(settings), using(settings_with_defaults(_defaults())):
         assert PREFECT_CLIENT_CSRF_SUPPORT_ENABLED.value() is expected
         assert PREFECT_CLIENT_MAX_RETRIES.value() == int(os.environ.get("PREFECT_CLIENT_MAX_RETRIES", _RETRIES))
 
