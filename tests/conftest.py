@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -160,6 +161,18 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()
     if hasattr(config, "workerinput"):
         forked_programs.start_as_usual()
+    else:
+        _trust_one_authority(config)
+
+
+def _trust_one_authority(config: pytest.Config) -> None:
+    """Have Prefect, not imported yet, read one certificate for each client: all that there are take 20 ms."""
+    folder = tempfile.TemporaryDirectory(prefix="prefect-torch-tls-")
+    config.add_cleanup(folder.cleanup)
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    authority = Path(folder.name, "authority.pem")
+    authority.write_text(first + end)
+    os.environ["SSL_CERT_FILE"] = str(authority)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -217,7 +230,6 @@ def nothing_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv(
             "PREFECT_HOME", str(prepared_home(tmp_path_factory.mktemp("prefect")))
         )  # of the processes that tests start
-        patch.setenv("SSL_CERT_FILE", str(_one_authority(tmp_path_factory.mktemp("tls"))))
         patch.setenv("AWS_CONFIG_FILE", os.devnull)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -227,13 +239,6 @@ def nothing_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         patch.setenv("PREFECT_SERVER_REGISTER_BLOCKS_ON_START", "false")
         patch.setenv("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
         yield
-
-
-def _one_authority(folder: Path) -> Path:
-    """Return a file with one of the certificates that Prefect's clients read: with all of them, each client takes 20 ms."""
-    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
-    (folder / "authority.pem").write_text(first + end)
-    return folder / "authority.pem"
 
 
 @pytest.fixture
