@@ -99,6 +99,9 @@ def serve():
 
 
 def _run(path, name, arguments, mutant):
+    import torch  # noqa: PLC0415 - is there already
+
+    torch.set_num_threads(1)  # in a fork it replaces torch's pool of threads, which fails where two threads begin at once
     faulthandler.dump_traceback_later(60, exit=True)
     warnings.simplefilter("error")
     if mutant is not None:
