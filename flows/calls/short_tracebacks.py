@@ -80,6 +80,16 @@ class ShortTracebackFlow(Flow[P, R]):
                 first, *others = str(exc).split("\n - ")
                 raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None
 
+        def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
+            """Return the parameters as Prefect shows them; see `prefect.Flow`. A value that is no JSON is shown as its type."""
+            shown: dict[str, Any] = {}
+            for name, value in parameters.items():
+                try:
+                    shown.update(super().serialize_parameters({name: value}))
+                except AssertionError:  # fastapi's, where Prefect expects a TypeError: a dataclass itself is in it
+                    shown[name] = f"<{type(value).__name__}>"
+            return shown
+
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster.
 

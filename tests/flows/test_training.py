@@ -19,6 +19,7 @@ from prefect_torch.ckpt import (
     CheckpointNotFoundError,
     CheckpointStore,
     ReportMismatchError,
+    RetentionPolicy,
     StateMismatchError,
     StorageError,
     StorageFullError,
@@ -524,6 +525,12 @@ def test_a_function_that_cannot_travel_is_named_before_anything_starts(run, tmp_
     with pytest.raises(TypeError, match="cannot travel"):
         train(lambda: lock, run=run)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_configuration_may_hold_what_is_no_json(run):
+    """A dataclass itself, and not an instance of it, ended the call with an AssertionError of fastapi without a word."""
+    result = train(lambda config: config["kind"](num_to_keep=3).num_to_keep, {"kind": RetentionPolicy}, run=run)
+    assert result.return_value == 3
 
 
 def test_a_configuration_for_a_function_without_arguments_is_refused_once(run):
