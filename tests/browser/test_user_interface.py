@@ -157,7 +157,10 @@ def stack(tmp_path_factory):
 def context(stack):
     """One Chromium for all tests, which loads and compiles each interface once."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        options = ["--no-sandbox", "--disable-gpu"]
+        if SCREENSHOTS is None:  # the graph of a flow run is drawn by WebGL, which takes a core as long as its page is open
+            options.append("--disable-software-rasterizer")
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         looks = {"color_scheme": "light", "reduced_motion": "reduce"}
         opened = browser.new_context(viewport={"width": 1280, "height": 960}, **looks)
         opened.set_default_timeout(PATIENCE_MS)
