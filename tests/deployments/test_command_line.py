@@ -512,6 +512,17 @@ def test_pins(storage, command):
     assert store.pinned() == frozenset()
 
 
+def test_a_pin_of_a_checkpoint_in_quarantine_is_taken_back_by_its_whole_id(local, command):
+    store = train(local)
+    first = next(store.ids())
+    store.pin(first)
+    quarantine(store, first, "model differs")
+    assert "pinned and not deleted: prefect-torch unpin first" in command("delete", local, "run", "--yes")[2]
+    assert command("unpin", local, "run", first) == (0, f"{first} is not pinned\n", "")
+    assert command("delete", local, "run", "--yes")[0] == 0
+    assert command("unpin", local, "run", first)[0] == 1
+
+
 def test_a_restore_brings_back_what_is_whole_and_says_why_not(storage, command):
     store = train(storage)
     first, second, *_ = store.ids()

@@ -38,12 +38,13 @@ def pin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any)
 def unpin(storage: str, run: str, checkpoint: str, metric: str | None, order: Any) -> None:
     """Subject a checkpoint to the retention policies again.
 
-    Does nothing if it is not pinned.
+    Does nothing if it is not pinned. Of a checkpoint in quarantine, or whose manifest is damaged, ID is the whole id.
     """
     store = open_training(storage, run)
-    manifest = find_checkpoint(store, checkpoint, metric, order)
-    store.unpin(manifest.id)
-    say(f"{manifest.id} is not pinned")
+    is_pinned = checkpoint in store.pinned()  # its pin may be all that can be read of it
+    checkpoint_id = checkpoint if is_pinned else find_checkpoint(store, checkpoint, metric, order).id
+    store.unpin(checkpoint_id)
+    say(f"{checkpoint_id} is not pinned")
 
 
 @click.command
