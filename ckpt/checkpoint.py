@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from prefect_torch.ckpt.context import rank_and_world_size
 from prefect_torch.ckpt.errors import CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.files.download import NodeCopy, copy_folder, download, readable_files
-from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, existing_directory, read_metadata
+from prefect_torch.ckpt.files.folder import existing_directory, read_metadata, remove_metadata, write_metadata
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
@@ -194,9 +194,10 @@ class Checkpoint:
         include: Include = None,
         own_files: bool = False,
     ) -> str:
-        """Copy the files, verified, into a directory of the caller's and return its path.
+        """Copy the files, verified, and the metadata into a directory of the caller's and return its path.
 
-        After an error, such as a prune of the checkpoint meanwhile, no file of a committed checkpoint is in the directory.
+        Other files in the directory stay. After an error, such as a prune of the checkpoint meanwhile, no file of a committed
+        checkpoint is in the directory, unless it occurs while they are moved there at the end.
 
         Args:
             path: The directory, created if missing; None creates a new temporary one.
@@ -206,6 +207,7 @@ class Checkpoint:
         Raises:
             CheckpointNotFoundError: If it was pruned or never existed.
             CheckpointCorruptError: If a file differs from the committed one.
+            FileExistsError: If `path` is a file, or holds a directory in the place of a file, or a file in that of a directory.
             ValueError: If a pattern matches no file, naming some of the files, or if `path` lies in the checkpoint itself.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
@@ -218,13 +220,15 @@ class Checkpoint:
             metadata = read_metadata(Path(self.path))
             with _made(path) as target:
                 copy_folder(self.directory, target, chosen)
+                if metadata:
+                    write_metadata(target, metadata)
         else:
             manifest, files = self._choose(self.store, include, own_files=own_files)
             metadata = self.store.metadata(manifest)  # before the files: once those are read, a prune no longer matters
             with _made(path) as target:
-                download(self.store, manifest, files, target)
-        if metadata:
-            Checkpoint.from_directory(target).set_metadata(metadata)
+                download(self.store, manifest, files, metadata, target)
+        if not metadata:
+            remove_metadata(target)
         return str(target)
 
     def load_state(
@@ -333,16 +337,14 @@ class Checkpoint:
 
         """
         try:
-            encoded = json.dumps(dict(metadata), allow_nan=False)
-            plain = json.loads(encoded)
+            plain = json.loads(json.dumps(dict(metadata), allow_nan=False))
             check_depth(plain, "it")
         except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"metadata must be what JSON can hold: {exc}") from exc
         if self.store is not None:
-            self.store.check_exists(self.manifest.id)
             self.store.put_metadata(self.manifest.id, plain)
         else:
-            (Path(self.path) / USER_METADATA_FILE).write_text(encoded)
+            write_metadata(Path(self.path), plain)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Add to the user's metadata, replacing equal keys; not atomic, so one of two concurrent updates may be lost.
@@ -436,4 +438,4 @@ def _named(path: str | PathLike[str]) -> str:
 def _split(path: str) -> tuple[str, str, str, str]:
     """Split `<base>/<run>/<folder>/<name>`; missing parts are empty."""
     base, run, folder, name = ["", "", "", "", *path.rsplit("/", 3)][-4:]
-    return base, run, folder, name
+    return (f"{base}/" if not base or base.endswith("/") else base), run, folder, name  # "/" and "memory://" are roots

@@ -3,10 +3,11 @@
 import logging
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
@@ -19,21 +20,24 @@ from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 
+from .folder import write_metadata
+from .moves import move_all, plan_moves
+
 _ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
 
 
-def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target: Path) -> None:
-    """Write files of a checkpoint below `target`; return only if all equal the committed ones.
+def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadata: Mapping[str, Any], target: Path) -> None:
+    """Write files of a checkpoint, and `metadata`, below `target`; return only if all files equal the committed ones.
 
-    They are moved there when all are whole: after an error, nothing of the checkpoint is below `target`.
+    They are moved there when all are whole: after an error before that, nothing of the checkpoint is below `target`.
 
     Raises:
+        FileExistsError: If a directory is in the place of a file, or a file in that of a directory.
         CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
-    wanted = tuple(entries)
     incoming = target / temporary_name()  # a report of this directory would refuse the name
 
     def fetch(entry: FileEntry) -> None:
@@ -42,11 +46,11 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], target:
         download_file(run, manifest, entry, path)
 
     try:
-        for_each(wanted, fetch)
-        for entry in wanted:
-            path = target / entry.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            (incoming / entry.path).replace(path)
+        for_each(entries, fetch)
+        if metadata:
+            incoming.mkdir(exist_ok=True)
+            write_metadata(incoming, metadata)
+        move_all(plan_moves(incoming, target))
     finally:
         shutil.rmtree(incoming, ignore_errors=True)
 

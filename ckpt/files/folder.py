@@ -1,6 +1,7 @@
 """The directory that one rank reports: its files, in the groups in which they are stored, and the user's metadata."""
 
 import errno
+import json
 import os
 import re
 import stat
@@ -58,6 +59,22 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     except (MalformedRecordError, ValueError) as exc:
         raise ValueError(f"{exc}; write it with set_metadata()") from exc
     return metadata
+
+
+def write_metadata(directory: Path, metadata: Mapping[str, Any]) -> None:
+    """Replace the user's metadata in a plain directory.
+
+    Raises:
+        ValueError: If strict JSON cannot represent it.
+
+    """
+    encoded = json.dumps(metadata, allow_nan=False)
+    (directory / USER_METADATA_FILE).write_text(encoded)
+
+
+def remove_metadata(directory: Path) -> None:
+    """Remove the user's metadata from a plain directory, so that they are not taken for those of other files in it."""
+    (directory / USER_METADATA_FILE).unlink(missing_ok=True)
 
 
 def scan_files(directory: Path) -> list[str]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.files.folder import (
-    USER_METADATA_FILE,
     check_holds_no_run,
     existing_directory,
     read_metadata,
+    remove_metadata,
     scan_files,
 )
 from prefect_torch.ckpt.files.shared_directory import forget_identity, identity_of
@@ -130,7 +130,7 @@ class Report:
         """Remove the metadata of files that were moved out of the directory: the next checkpoint in it is to have its own."""
         if self.metadata and self.directory is not None:
             with suppress(OSError):
-                (self.directory / USER_METADATA_FILE).unlink()
+                remove_metadata(self.directory)
 
 
 def _appearance_of(directory: Path) -> tuple[int, int, int]:

@@ -266,12 +266,18 @@ class Run:
         """Store the user's metadata beside a committed checkpoint, with a digest.
 
         Raises:
+            CheckpointNotFoundError: If the checkpoint was pruned, possibly meanwhile.
             ValueError: If it has the digest's own key.
 
         """
         if _METADATA_DIGEST in metadata:
             raise ValueError(f"metadata must not have the key {_METADATA_DIGEST!r}, which is reserved for its digest")
-        self.put_json(self.layout.metadata(checkpoint_id), with_digest(metadata, _METADATA_DIGEST))
+        self.check_exists(checkpoint_id)
+        key = self.layout.metadata(checkpoint_id)
+        self.put_json(key, with_digest(metadata, _METADATA_DIGEST))
+        if not self.exists(checkpoint_id):  # pruned since then: no other process knows of the object
+            self.storage.delete([key])
+            raise self._not_found(checkpoint_id)
 
     def get_json(self, key: str) -> dict[str, Any] | None:
         """Return a small JSON object; None if it does not exist, or with a warning if it is no JSON object."""
@@ -331,7 +337,8 @@ class Run:
         self.put_json(self.layout.latest, {"id": checkpoint_id})
 
     def _location_of(self, key: str) -> str:
-        return f"{self.storage.url.rstrip('/')}/{key}"
+        url = self.storage.url
+        return f"{url}{key}" if url.endswith("/") else f"{url}/{key}"  # "memory://" and "/" are roots
 
     def _hint(self) -> str | None:
         try:

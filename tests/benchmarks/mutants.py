@@ -123,7 +123,7 @@ MUTANTS = [
         ("pinned=pinned, in_use=kept", "pinned=frozenset(), in_use=kept"),
         ("in_use=kept, up_to=limits.up_to", "in_use=kept, up_to=None"),
         ("if dry_run or not decided.drop:", "if not decided.drop:"),
-        ("[*gone, *attached, ", "[*gone, "),
+        ("*attached, *gone]", "*gone]"),
     ),
     *mutants_of(
         "ckpt/runs/deletion/links.py",

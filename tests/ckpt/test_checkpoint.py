@@ -34,6 +34,7 @@ from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.machine import scratch
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
+from wrapped_storage import WrappedStorage
 
 
 @pytest.fixture
@@ -491,6 +492,35 @@ def test_to_directory_gives_the_caller_files_of_their_own(kind, tmp_path, reques
     assert Checkpoint.from_directory(directory).get_metadata() == {"a": 1}
 
 
+@pytest.mark.parametrize("taken", ["model", "sub", ".metadata.json"])
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_to_directory_that_has_no_place_for_a_file_replaces_none(kind, taken, tmp_path, request):
+    (tmp_path / "c/sub").mkdir(parents=True)
+    (tmp_path / "c/sub/x").write_text("x")
+    checkpoint = commit(request.getfixturevalue(kind), tmp_path, a="new", model="x")
+    checkpoint.set_metadata({"a": 1})
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "a").write_text("mine")
+    (target / taken).write_text("mine") if taken == "sub" else (target / taken).mkdir()
+    with pytest.raises(FileExistsError, match=f"{taken} is a (file|directory), and the checkpoint has a"):
+        checkpoint.to_directory(target)
+    assert sorted(path.name for path in target.iterdir()) == sorted(["a", taken])
+    assert (target / "a").read_text() == "mine"
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "committed"])
+def test_a_directory_has_the_metadata_of_the_checkpoint_that_was_copied_into_it_last(local, tmp_path, is_plain):
+    first, second = commit(local, tmp_path, model="x"), commit(local, tmp_path, model="y")
+    first.set_metadata({"epoch": 1})
+    if is_plain:
+        first, second = (Checkpoint(it.to_directory(tmp_path / it.id)) for it in (first, second))
+    first.to_directory(tmp_path / "mine")
+    assert Checkpoint(tmp_path / "mine").get_metadata() == {"epoch": 1}
+    second.to_directory(tmp_path / "mine")
+    assert Checkpoint(tmp_path / "mine").get_metadata() == {}
+
+
 def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path, monkeypatch):
     checkpoint = commit(local, tmp_path, model="x")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -519,6 +549,30 @@ def test_a_pruned_checkpoint_is_not_found_by_run_and_id(remote, tmp_path):
     assert remote.get_json(remote.layout.metadata(old.id)) is None
     with pytest.raises(CheckpointNotFoundError, match=rf"run 'run' .*{old.id}"), old.as_directory():
         pass
+
+
+def test_metadata_of_a_checkpoint_that_is_pruned_at_that_moment_is_an_error_and_not_left(tmp_path):
+    class Pruning(WrappedStorage):
+        def put_bytes(self, key, data):
+            if key.startswith("run/metadata/"):
+                prune_as_leader(local, RetentionPolicy(1))
+            super()._do("put_bytes", key, data)
+
+    local = CheckpointStore.open(tmp_path / "store", "run")
+    old, _ = commit(local, tmp_path, model="x"), commit(local, tmp_path, model="y")
+    pruned = CheckpointStore.open(Pruning(local.storage), "run")
+    with pytest.raises(CheckpointNotFoundError, match=f"no checkpoint {old.id}: it was pruned"):
+        pruned.checkpoint(old.manifest).set_metadata({"a": 1})
+    assert local.keys("run/metadata/") == []
+
+
+@pytest.mark.parametrize(("location", "storage"), [("memory://", "memory://"), ("/", "/"), ("file:///", "/")])
+def test_a_checkpoint_may_be_in_the_root_of_a_storage(location, storage):
+    checkpoint_id = "000001-00000000-00000000"
+    checkpoint = Checkpoint(f"{location}run/checkpoints/{checkpoint_id}")
+    assert checkpoint.path == f"{storage}run/checkpoints/{checkpoint_id}"
+    assert checkpoint.store.storage.url == storage
+    assert checkpoint.store.path == f"{storage}run"
 
 
 def test_a_path_or_url_of_a_committed_checkpoint_opens_it(local, remote, tmp_path):
@@ -571,7 +625,7 @@ def test_a_manifest_that_leads_elsewhere_writes_nothing_there(remote, tmp_path):
     evil = replace(checkpoint.manifest, files=(replace(checkpoint.manifest.files[0], path="../../evil"),))
     remote.storage.put_bytes(remote.layout.manifest(checkpoint.id), evil.encode())
     with pytest.raises(ValueError, match="storage key"):
-        download(remote, evil, evil.files, tmp_path / "a/b")
+        download(remote, evil, evil.files, {}, tmp_path / "a/b")
     with pytest.raises(CheckpointCorruptError, match=r"files/0/path: .*storage key"):
         Checkpoint(checkpoint.path).to_directory(tmp_path / "a/b")
     assert not list(tmp_path.rglob("evil"))

@@ -29,6 +29,7 @@ from prefect_torch.ckpt.runs.history import (
     read_history,
 )
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
@@ -286,6 +287,32 @@ def test_a_prune_removes_manifest_data_and_metadata(store, tmp_path):
     prune_as_leader(store, RetentionPolicy(1))
     keys = [info.key for info in store.storage.list("run/")]
     assert not [key for key in keys if manifests[0].id in key]
+
+
+def test_metadata_of_a_prune_that_was_killed_go_with_the_data(store, tmp_path):
+    pruned, expired, _ = fill(store, tmp_path, 1, 2, 3)
+    for it in (pruned, expired):
+        store.checkpoint(it).set_metadata({"a": 1})
+    quarantine(store, expired.id, "model differs")
+    store.storage.delete([store.layout.manifest(pruned.id)])
+    assert collect_garbage(store, keep_quarantined_days=0) == [pruned.id, expired.id]
+    assert store.keys("run/metadata/") == []
+
+
+def test_a_prune_deletes_data_last_by_which_garbage_is_found(store, tmp_path):
+    deleted = []
+
+    class Watching(WrappedStorage):
+        def delete(self, keys):
+            keys = list(keys)
+            deleted.extend(keys)
+            self.inner.delete(keys)
+
+    first, _ = fill(store, tmp_path, 1, 2)
+    store.checkpoint(first).set_metadata({"a": 1})
+    prune_as_leader(CheckpointStore.open(Watching(store.storage), "run"), RetentionPolicy(1))
+    of_first = [key.split("/")[1] for key in deleted if first.id in key]
+    assert of_first == ["manifests", "metadata", "checkpoints", "checkpoints"]
 
 
 def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from prefect.settings import (
     Settings,
     temporary_settings,
 )
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -572,6 +572,16 @@ def test_a_pull_into_a_full_directory_wants_force(local, command, tmp_path):
         "same": b"same",
         "model": bytes(4),
     }
+
+
+def test_a_pull_over_another_checkpoint_leaves_nothing_of_its_metadata(local, command, tmp_path):
+    store = train(local)
+    first = store.list()[0]
+    store.checkpoint(first).set_metadata({"epoch": 1})
+    assert command("pull", local, "run", first.id, tmp_path / "target")[0] == 0
+    assert Checkpoint(tmp_path / "target").get_metadata() == {"epoch": 1}
+    assert command("pull", local, "run", tmp_path / "target", "--force")[0] == 0
+    assert Checkpoint(tmp_path / "target").get_metadata() == {}
 
 
 def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):

@@ -35,8 +35,8 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
 
     An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
     pruned), or when a newer attempt began and the data is older than `grace_s`. It is none for two days after a copy to this
-    storage has put the checkpoint's mark, which it does every hour. Evaluations and their logs are deleted with the data, or
-    after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
+    storage has put the checkpoint's mark, which it does every hour. Metadata, evaluations and their logs are deleted with the
+    data, or after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
 
     Args:
         run: The run.
@@ -86,7 +86,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         with failures.noted(checkpoint_id):
             if is_kept(checkpoint_id) or is_read(run.storage, data[checkpoint_id]):
                 continue
-            run.storage.delete(without_targets(run, data[checkpoint_id]))
+            run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
             garbage.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     if keep_quarantined_days is not None:
@@ -203,7 +203,7 @@ def _delete_quarantined(
                 mark.renew()
                 if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
                     continue
-                run.storage.delete(without_targets(run, data[checkpoint_id]))
+                run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
             deleted.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
     return deleted

@@ -145,4 +145,5 @@ def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
     data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
     attached = [layout.evaluation(manifest.id, name) for name in evaluations]
     gone = [] if is_read(run.storage, data) else without_targets(run, data)
-    run.storage.delete([*gone, *attached, layout.metadata(manifest.id)])
+    # Data last: by them, garbage collection finds what a killed prune has left.
+    run.storage.delete([layout.metadata(manifest.id), *attached, *gone])

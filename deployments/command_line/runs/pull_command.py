@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import mkdtemp
@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt.files.folder import remove_metadata
+from prefect_torch.ckpt.files.moves import move_all, plan_moves
 from prefect_torch.ckpt.files.selection import choose_files
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
@@ -99,6 +101,8 @@ def _pull_files(store: CheckpointStore, manifest: Manifest, include: tuple[str, 
     total_bytes = sum(entry.bytes for entry in files)
     checkpoint = store.checkpoint(manifest)
     _pull(target, total_bytes, lambda partial: checkpoint.to_directory(partial, include=include))
+    if not checkpoint.get_metadata():
+        remove_metadata(target)
     say(f"{_named(manifest)}: {show_count(len(files), 'file')}, {show_bytes(total_bytes)}, in {target}")
 
 
@@ -119,9 +123,9 @@ def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> No
     left = "nothing was pulled"
     try:
         _show_progress(partial, total_bytes, write)
-        moves = _plan_moves(partial, target)
+        moves = plan_moves(partial, target)
         left = f"some of the files may be in {target}: pull again with --force"
-        _move_all(moves)
+        move_all(moves)
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
         note(f"prefect-torch: interrupted; {left}")
@@ -154,26 +158,3 @@ def _bytes_below(directory: Path) -> int:
                 continue
             total += min(status.st_size, status.st_blocks * _BLOCK_BYTES)  # a consolidated file has its full size at first
     return total
-
-
-def _plan_moves(source: Path, target: Path) -> list[tuple[Path, Path]]:
-    """Return each file below `source` and its place in `target`.
-
-    Raises:
-        FileExistsError: If a directory is in the place of a file, or a file in that of a directory; then none is moved.
-
-    """
-    moves = [(path, target / path.relative_to(source)) for path in sorted(source.rglob("*")) if path.is_file()]
-    for _, place in moves:
-        if place.is_dir() and not place.is_symlink():
-            raise FileExistsError(f"{place} is a directory, and the checkpoint has a file of that name: give another directory")
-        for parent in place.relative_to(target).parents:
-            if (inside := target / parent).is_file():
-                raise FileExistsError(f"{inside} is a file, and the checkpoint has a directory of that name: move it away")
-    return moves
-
-
-def _move_all(moves: Iterable[tuple[Path, Path]]) -> None:
-    for path, place in moves:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(place)

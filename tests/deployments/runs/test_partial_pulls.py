@@ -135,7 +135,7 @@ def test_a_pull_that_is_interrupted_while_it_moves_says_so(tmp_path, capsys, mon
     def leave(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(pull_command, "_move_all", interrupt)
+    monkeypatch.setattr(pull_command, "move_all", interrupt)
     monkeypatch.setattr(pull_command.os, "_exit", leave)
     store = CheckpointStore.open(tmp_path / "storage", "run")
     Attempt(store).session().report({}, folder(tmp_path / "c", **FILES))
