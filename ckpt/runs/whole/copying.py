@@ -50,7 +50,7 @@ class CopyPlan:
         records: The records of the run, those that others rely on first.
         aside: The data of the checkpoints in quarantine, which may be damaged, and are copied as they are.
         checkpoints: The manifests of the checkpoints, oldest first.
-        attached: The evaluations and the changed metadata of each checkpoint, by its id.
+        attached: The evaluations and the changed metadata of each checkpoint, also in quarantine, by its id.
         logs: The logs of evaluations, which count as garbage before their checkpoints are there.
 
     """
@@ -75,12 +75,14 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
     """
     layout = run.layout
     chosen = sorted(manifests, key=lambda it: it.id)
-    aside = [info for it in quarantined_ids(run) for info in run.storage.list(layout.data(it))] if whole else []
+    quarantined = quarantined_ids(run) if whole else []
+    aside = [info for it in quarantined for info in run.storage.list(layout.data(it))]
     unlisted = [layout.run_info, *([layout.sweep, layout.last_pin] if whole else [])]
     records: dict[str, int | None] = dict.fromkeys(unlisted)
     for prefix in layout.copied if whole else layout.copied_with_checkpoints:
         records.update(_listed(run, prefix))
-    attached = {it.id: {**_listed(run, layout.evaluations(it.id)), layout.metadata(it.id): None} for it in chosen}
+    ids = dict.fromkeys([*quarantined, *(it.id for it in chosen)])
+    attached = {it: {**_listed(run, layout.evaluations(it)), layout.metadata(it): None} for it in ids}
     logs = _listed(run, layout.all_evaluation_logs) if whole else {}
     return CopyPlan(layout, records, aside, chosen, attached, logs)
 
@@ -164,6 +166,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     _copy_records(plan.records, source, target)
     copied = sum(for_each(plan.aside, copy_as_is))
+    for it in plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}:
+        _copy_records(plan.attached[it], source, target)
     layout = plan.layout
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)

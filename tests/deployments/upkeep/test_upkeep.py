@@ -51,12 +51,17 @@ def test_a_run_is_copied_whole_to_another_kind_of_storage_and_back(storage, comm
 def test_what_is_in_quarantine_is_copied_as_it_is_and_can_be_restored_there(storage, command, tmp_path, target):
     store = store_run(storage, tmp_path / "scratch")
     whole, damaged, _ = store.list()
+    store.attach_metrics(whole.id, {"accuracy": 0.5})
+    store.checkpoint(whole).set_metadata({"epoch": 1})
     for manifest in (whole, damaged):
         quarantine(store, manifest.id, "model differs")
     store.storage.put_bytes(store.layout.data(damaged.id, "model"), b"short")
     assert command("copy", storage, "run", target)[0] == 0
     store.storage.delete([info.key for info in store.storage.list("run/")])
     assert command("restore", target, "run", whole.id)[0] == 0
+    restored = CheckpointStore.open(target, "run").get(whole.id)
+    assert restored.metrics["eval"] == {"accuracy": 0.5}
+    assert CheckpointStore.open(target, "run").checkpoint(restored).get_metadata() == {"epoch": 1}
     assert command("verify", target, "run")[0] == 0
     assert "stays in quarantine, since it is damaged" in command("restore", target, "run", damaged.id)[2]
 
