@@ -208,6 +208,7 @@ class Checkpoint:
             CheckpointNotFoundError: If it was pruned or never existed.
             CheckpointCorruptError: If a file differs from the committed one.
             FileExistsError: If `path` is a file, or holds a directory in the place of a file, or a file in that of a directory.
+                If its filesystem takes two names for one, as many do that ignore case.
             ValueError: If a pattern matches no file, naming some of the files, or if `path` lies in the checkpoint itself.
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 

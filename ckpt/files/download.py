@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.local_files.readers import reading
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
@@ -33,11 +34,13 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadat
     They are moved there when all are whole: after an error before that, nothing of the checkpoint is below `target`.
 
     Raises:
-        FileExistsError: If a directory is in the place of a file, or a file in that of a directory.
+        FileExistsError: If a directory is in the place of a file, or a file in that of a directory, or if the filesystem takes
+            two names for one.
         CheckpointCorruptError: If a file differs from the committed one.
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
+    wanted = tuple(entries)
     incoming = target / temporary_name()  # a report of this directory would refuse the name
 
     def fetch(entry: FileEntry) -> None:
@@ -46,7 +49,11 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadat
         download_file(run, manifest, entry, path)
 
     try:
-        for_each(entries, fetch)
+        for_each(wanted, fetch)
+        if (both := find_kept_as_one(incoming, (entry.path for entry in wanted))) is not None:
+            raise FileExistsError(
+                f"the filesystem of {target} takes {both[0]!r} and {both[1]!r} for the name of one file: give another directory"
+            )
         if metadata:
             incoming.mkdir(exist_ok=True)
             write_metadata(incoming, metadata)

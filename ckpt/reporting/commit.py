@@ -15,9 +15,9 @@ from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, rais
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, alike, attempt_of, merge_files
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, attempt_of, merge_files
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.local_files.names import are_two_files
+from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
 from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.storage.sizes import OtherSizeError, wait_for_sizes
@@ -260,11 +260,10 @@ def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) ->
     folder = run.storage.local_path(run.layout.data(checkpoint_id))
     if folder is None:
         return
-    for first, second in alike(entry.path for entry in files):
-        if not are_two_files(folder, first, second):
-            raise ReportMismatchError(
-                f"the filesystem of {run.path} takes {first!r} and {second!r} for the name of one file: rename one of them"
-            )
+    if (both := find_kept_as_one(folder, (entry.path for entry in files))) is not None:
+        raise ReportMismatchError(
+            f"the filesystem of {run.path} takes {both[0]!r} and {both[1]!r} for the name of one file: rename one of them"
+        )
 
 
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:

@@ -3,11 +3,10 @@
 import re
 import reprlib
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
-from unicodedata import normalize
 
 from prefect_torch.ckpt.errors import MalformedRecordError, ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
@@ -202,15 +201,6 @@ def merge_files(parts: Sequence[Sequence[FileEntry]]) -> tuple[FileEntry, ...]:
                     f"rank {merged[parent].rank} reported a file {parent!r} where rank {entry.rank} reported a directory"
                 )
     return tuple(merged[path] for path in sorted(merged))
-
-
-def alike(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of paths that name one file on a filesystem that ignores case or forms of Unicode."""
-    first: dict[str, str] = {}
-    for path in paths:
-        other = first.setdefault((path if path.isascii() else normalize("NFC", path)).casefold(), path)
-        if other != path:
-            yield other, path
 
 
 def _parents(path: str) -> list[str]:

@@ -509,6 +509,16 @@ def test_to_directory_that_has_no_place_for_a_file_replaces_none(kind, taken, tm
     assert (target / "a").read_text() == "mine"
 
 
+def test_files_that_a_filesystem_keeps_as_one_are_not_copied_there(remote, tmp_path, monkeypatch):
+    """As to CIFS, exFAT or APFS, where the second name finds the first file."""
+    checkpoint = commit(remote, tmp_path, Model="x", model="y")
+    assert len(list(Path(checkpoint.to_directory(tmp_path / "kept")).iterdir())) == 2
+    monkeypatch.setattr(Path, "samefile", lambda *_: True)
+    with pytest.raises(FileExistsError, match=r"the filesystem of .*one takes 'Model' and 'model' for the name of one file"):
+        checkpoint.to_directory(tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+
+
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "committed"])
 def test_a_directory_has_the_metadata_of_the_checkpoint_that_was_copied_into_it_last(local, tmp_path, is_plain):
     first, second = commit(local, tmp_path, model="x"), commit(local, tmp_path, model="y")

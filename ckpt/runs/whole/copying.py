@@ -26,6 +26,7 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.quarantine import quarantined_ids
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
+from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
@@ -147,7 +148,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         FileNotFoundError: If a file is gone, such as by a prune.
         StorageError: If data were deleted in the target meanwhile, or a record arrives with another size than it is listed
             with, until the retries end; a repeated copy continues.
-        FileExistsError: If a training has begun in the target; nothing is copied then.
+        FileExistsError: If a training has begun in the target; nothing is copied then. If the target's filesystem takes the
+            names of two files for one; their checkpoint is not copied then.
 
     """
     _check_not_trained(plan.layout, plan.records, target)  # again: a plan may take minutes
@@ -174,6 +176,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         marks.renew()
         copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
         for it in batch:
+            _check_distinct(layout, it, target)
             _copy_records(plan.attached[it.id], source, target)
         for it in batch:
             _copy_manifest(layout.manifest(it.id), it, source, target)
@@ -216,6 +219,16 @@ def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
             batch = []
     if batch:
         yield batch
+
+
+def _check_distinct(layout: Layout, manifest: Manifest, target: Storage) -> None:
+    folder = target.local_path(layout.data(manifest.id))
+    both = None if folder is None else find_kept_as_one(folder, (entry.path for entry in manifest.files))
+    if both is not None:
+        raise FileExistsError(
+            f"the filesystem of {target.url} takes {both[0]!r} and {both[1]!r} of checkpoint {manifest.id} for the name of one "
+            "file: give another storage"
+        )
 
 
 def _check_stays(layout: Layout, manifest: Manifest, target: Storage) -> None:

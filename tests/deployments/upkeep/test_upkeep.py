@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -222,6 +223,17 @@ def test_a_copy_continues_over_a_torn_file(local, command, tmp_path, target):
     path.write_bytes(bytes(5000))
     assert command("copy", local, "run", target)[0] == 0
     assert command("verify", target, "run")[0] == 0
+
+
+def test_a_checkpoint_of_files_that_the_target_keeps_as_one_is_not_copied(local, command, tmp_path, target, monkeypatch):
+    """As on CIFS or exFAT, where the second name finds the first file."""
+    store = store_run(local, tmp_path / "scratch", steps=1)
+    Attempt(store).session().report({}, folder(tmp_path / "c", Model="x", model="y"))
+    write_outcome(store, Outcome(3, "completed"))
+    monkeypatch.setattr(Path, "samefile", lambda *_: True)
+    code, _, err = command("copy", local, "run", target)
+    assert (code, f"the filesystem of {target} takes 'Model' and 'model' of checkpoint" in err) == (1, True)
+    assert CheckpointStore.open(target, "run").list() == []
 
 
 def test_damage_of_the_source_is_not_copied(local, command, tmp_path, target):
