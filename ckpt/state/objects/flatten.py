@@ -191,6 +191,8 @@ class _Walk:
             else:
                 kind = type(value).__name__
                 raise ValueError(f"{of_module.name!r} in the module's state_dict() is a {kind}, neither a tensor nor plain")
+        if not state:  # such as a loss or a metric: a load must find it
+            self._take({}, at)
         if not at.rank_local:
             self.found.parts[at.name] = [*names.values()]
 

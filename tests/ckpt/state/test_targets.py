@@ -116,6 +116,21 @@ def test_a_module_gets_its_part_of_a_larger_one_by_its_state_dict(store):
     assert torch.equal(small[0].weight, large[0].weight)
 
 
+def test_a_module_that_holds_nothing_is_loaded_wherever_it_is(store):
+    """As a loss, or a metric of torchmetrics."""
+
+    def make():
+        return {"loss": torch.nn.MSELoss(), "parts": [torch.nn.Identity(), 1], "of": {"it": RankLocal(torch.nn.ModuleDict())}}
+
+    checkpoint = stored(store, lambda _: make(), ranks=2)
+    checkpoint.load_state(make(), rank=1, world_size=2)
+    built = {"loss": None, "parts": None}
+    checkpoint.load_state(built)
+    assert built == {"loss": {}, "parts": [{}, 1]}
+    with pytest.raises(StateMismatchError, match=r"'loss\.bias' is not in the checkpoint"):
+        checkpoint.load_state({"loss": torch.nn.Linear(2, 2)})
+
+
 def test_a_folder_is_no_file_to_write_a_model_to(store, tmp_path):
     checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
     with pytest.raises(IsADirectoryError, match="is a directory: give the path of a file in it"):
