@@ -96,9 +96,10 @@ class StatePlanner:
                 self._described += 1
         values = {rank: of_rank.values for rank, of_rank in states.items()}
         self._check_parts(list(states))
-        self._check_shapes(values)
+        tensors = {rank: of_rank.tensors for rank, of_rank in states.items()}
+        self._check_shapes(values, tensors)
         self._has_warned = self._has_warned or _warn_of_unequal({rank: of_rank.samples for rank, of_rank in states.items()})
-        _, own_tensors = _compare({rank: of_rank.tensors for rank, of_rank in states.items()})
+        _, own_tensors = _compare(tensors)
         digests, own_values = _compare(values)
         wanted = (self._described, tuple(own_tensors), *states)
         if wanted != self._planned_for:
@@ -131,16 +132,19 @@ class StatePlanner:
     def _names_in(self, name: str, rank: int) -> set[str]:
         return {shard.name for shard in self._shards[rank] if shard.name.startswith(f"{name}.")}
 
-    def _check_shapes(self, values: Mapping[int, Mapping[str, str]]) -> None:
-        """Refuse a name that is a value on one rank and a tensor or a container on another: no index could distinguish them."""
-        names = {rank: tuple(of_rank) for rank, of_rank in values.items()}
+    def _check_shapes(self, values: Mapping[int, Mapping[str, str]], unowned: Mapping[int, Mapping[str, str]]) -> None:
+        """Refuse a name that is a container on one rank only, or of a module's tensor and of another value.
+
+        An unowned tensor is stored like a value where it is small, so it may be large on some ranks only.
+        """
+        names = {rank: (tuple(values[rank]), tuple(unowned[rank])) for rank in values}
         if (checked := (self._described, names)) == self._checked:
             return
         kinds: dict[str, dict[int, str]] = defaultdict(dict)
-        for rank, names_of_values in names.items():
+        for rank, (names_of_values, names_of_unowned) in names.items():
             for shard in self._shards[rank]:
                 kinds[shard.name][rank] = "a tensor"
-            for name in names_of_values:
+            for name in (*names_of_values, *names_of_unowned):
                 kinds[name][rank] = "a value"
         for name in [name for name in kinds if rank_of(name) is None]:
             above = name

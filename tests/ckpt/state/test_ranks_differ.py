@@ -63,8 +63,8 @@ def test_each_rank_gets_what_it_had_and_nothing_of_another(store, states, wrap):
     [
         [{"w": torch.ones(3)}, None],
         [[], [{"x": 1}]],
-        [torch.zeros(100), torch.zeros(100_000)],
-        [None, torch.zeros(100_000)],
+        [{"w": 1}, torch.zeros(100_000)],
+        [torch.nn.Linear(1, 1), 3],
     ],
 )
 def test_a_name_that_is_one_thing_here_and_another_there_is_refused_on_every_rank(store, values):
@@ -309,6 +309,17 @@ def test_large_tensors_of_other_shapes_or_on_one_rank_only_are_each_ranks_own(st
     assert torch.equal(load(store, {"t": big(5, 60_000)}, 1)["t"], held[1]["t"])
     with pytest.raises(StateMismatchError, match=r"'more.a' is not in the checkpoint for this rank"):
         load(store, {"more": {"a": big(5)}}, 1)
+
+
+@pytest.mark.parametrize("of_rank_0", [torch.zeros(3), np.zeros(3), 7, None])
+def test_a_tensor_is_a_ranks_own_though_it_is_large_on_that_rank_only(store, of_rank_0):
+    held = [of_rank_0, big(1)]
+    assert report(store, lambda rank: {"t": held[rank], "more": {"x": held[1 - rank]}}) == [None, None]
+    for rank in range(2):
+        check_equal(load(store, {"t": None, "more": None}, rank), {"t": held[rank], "more": {"x": held[1 - rank]}})
+    check_equal(load(store, {"t": big(5)}, 1), {"t": big(1)})
+    chosen = load(store, {"t": None}, world_size=1, rank_local=lambda name, values, rank, world_size: values)
+    check_equal(chosen, {"t": held})
 
 
 @pytest.mark.parametrize(("world_size", "as_objects", "num_warnings"), [(2, False, 1), (2, True, 0), (1, False, 0)])
