@@ -214,19 +214,13 @@ class _Restore:
         """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` is replaced.
 
         Its stored form may differ from that of a fresh module: it may be the pickled bytes of what the module has counted, or
-        one scale for each channel, where FakeQuantize has a single scale until its first batch.
+        one scale for each channel, where FakeQuantize has a single scale until its first batch. Containers are new: the fresh
+        ones may be the module's own, which it may clear before it takes the items of those that it is given.
         """
         plan = self._plan
-
-        def in_place() -> None:
-            if isinstance(state[key], torch.Tensor):
-                self._fill(state[key], node, path)
-            else:
-                self._restore_value(state, key, node, path)
-
-        if plan.attempt(in_place):
+        if isinstance(state[key], torch.Tensor) and plan.attempt(lambda: self._fill(state[key], node, path)):
             return False
-        get = plan.build(node, path, {})
+        get = plan.build(node, path, tensors_in(state[key], path))
         plan.finish.append(lambda: state.__setitem__(key, _on_device_of(state[key], get())))
         return True
 

@@ -245,6 +245,26 @@ def test_an_extra_state_may_have_another_form_than_when_the_module_is_fresh(stor
     assert torch.equal(other[0].weight, module[0].weight)
 
 
+@pytest.mark.parametrize("fresh", [{}, {"counts": {"a": 0}, "seen": [0], "names": {"b"}}])
+def test_a_module_that_clears_its_own_containers_gets_others(store, fresh):
+    class Vocabulary(torch.nn.Module):
+        def __init__(self, counts=(), seen=(), names=()):
+            super().__init__()
+            self.own = {"counts": dict(counts), "seen": [*seen], "names": {*names}}
+
+        def get_extra_state(self):
+            return self.own
+
+        def set_extra_state(self, state):
+            for name, container in self.own.items():
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(state[name])
+
+    reported = {"counts": {"a": 1, "t": torch.ones(2)}, "seen": [1, 2], "names": {"a"}}
+    assert report(store, lambda _: {"m": Vocabulary(**reported)}) == [None, None]
+    check_equal(load(store, {"m": Vocabulary(**fresh)})["m"].own, reported)
+
+
 class CountingSGD(torch.optim.SGD):
     """An optimizer with a state beside what all have."""
 
