@@ -35,6 +35,7 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
+_MODELS = ("tpe", "gp")  # samplers that fit a model to values
 
 
 class Search:
@@ -82,7 +83,8 @@ class Search:
         self.budget = TimeBudget(search.time_budget_s, recorded, clock)
         points = grid_points(search, space)
         self._study = Study(recorded.operations, search, space, seed, points)
-        default = len(points) if check_sampler(search, space) == "grid" else _DEFAULT_TRIALS
+        self._sampler = check_sampler(search, space)
+        default = len(points) if self._sampler == "grid" else _DEFAULT_TRIALS
         self.num_trials = search.num_trials or default
         self._scheduler = make_scheduler(search, space, seed, self.num_trials)
         self._error: Exception | None = None
@@ -308,7 +310,7 @@ class Search:
         return Failures(self._sweep, self.trials, failed, has_completed=bool(self.recorded.in_state("completed")))
 
     def _start(self, number: int) -> TrialRecord:
-        suggestion = self._study.suggest(number)
+        suggestion = self._study.suggest(number, self._compared())
         self.recorded.record(
             TrialStarted(
                 number,
@@ -321,6 +323,14 @@ class Search:
             )
         )
         return self.trials[number]
+
+    def _compared(self) -> dict[int, float | None]:
+        """Return the values by which the sampler compares trials, where it fits a model to them; see `Scheduler.compared`."""
+        if self._sampler not in _MODELS:
+            return {}
+        # tpe tries other places by itself, and learns more from few trials that compare than from all.
+        found = self._scheduler.compared(self.trials, with_behind=self._sampler == "gp")
+        return {number: value if value is None else value * self._sign for number, value in found.items()}
 
     def _new_run(self, number: int) -> str:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"

@@ -1,7 +1,8 @@
-"""The storage of a sweep's study, in which samplers see each trial once, and with rungs only comparable trials."""
+"""The storage of a sweep's study, in which samplers see each trial once, with a value that compares with the others."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prefect_torch.ckpt.runs.run import Run
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 Operation: TypeAlias = dict[str, Any]
 CONTINUES = "continues"  # the attribute of a newer observation of a trial: the trial's number
-_FOR_A_MODEL = 10  # trials; as many suggestions of tpe and gp are random before they fit one
 
 
 def operation_log(operations: Iterable[Operation]) -> Any:
@@ -37,21 +37,24 @@ def operation_log(operations: Iterable[Operation]) -> Any:
     return OperationLog()
 
 
-def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage":
-    """Return the storage of a study that this process alone changes.
+def study_storage(log: Any) -> Any:
+    """Return the storage of a study that this process alone changes, an `optuna.storages.JournalStorage`.
 
     A suggestion does not search all trials for an enqueued one, and a sampler sees each trial of the sweep once: with
     successive halving, it would otherwise take a resumed trial for several good configs at the same place.
 
+    Its attribute `compared` has the values that a sampler sees as those of completed trials, by the trials' numbers in the
+    sweep, and None for each trial that it does not see.
+
     Args:
         log: The operations of the study.
-        by_rung: Whether a sampler sees the trials at one rung.
 
     """
     from optuna.storages import JournalStorage  # noqa: PLC0415 - an extra
     from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
 
     class StudyStorage(JournalStorage):
+        compared: Mapping[int, float | None] = MappingProxyType({})
         _may_wait = True  # whether a trial may have been enqueued, which each suggestion checks
 
         def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
@@ -62,10 +65,10 @@ def study_storage(log: Any, *, by_rung: bool) -> "optuna.storages.JournalStorage
             self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
         ) -> list[FrozenTrial]:
             if states != (TrialState.WAITING,):
-                trials = _without_earlier(super().get_all_trials(study_id, deepcopy, None if by_rung else states))
-                if not by_rung:
+                trials = _without_earlier(super().get_all_trials(study_id, deepcopy, None if self.compared else states))
+                if not self.compared:
                     return trials
-                return [trial for trial in _at_one_rung(trials) if states is None or trial.state in states]
+                return [trial for trial in _as_compared(trials, self.compared) if states is None or trial.state in states]
             found = super().get_all_trials(study_id, deepcopy, states) if self._may_wait else []
             self._may_wait = bool(found)
             return found
@@ -108,32 +111,15 @@ def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
     return sorted(newest.values(), key=lambda trial: trial.number)
 
 
-def _at_one_rung(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
-    """Return the trials to fit a model to: those at the highest rung that enough have reached, as complete there.
-
-    S. Falkner et al., BOHB: Robust and Efficient Hyperparameter Optimization at Scale, ICML 2018, section 3.2. Values at
-    different rungs do not compare: the early ones show which config is fast. Trials that have not ended yet or have failed
-    are returned unchanged, and so are all trials while no rung has enough.
-    """
+def _as_compared(trials: "list[FrozenTrial]", compared: Mapping[int, float | None]) -> "Iterator[FrozenTrial]":
+    """Yield the trials as a sampler sees them: those with a value to compare as complete with it."""
     from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 
-    farthest = sorted((max(trial.intermediate_values) for trial in trials if _has_rungs(trial)), reverse=True)
-    if len(farthest) < _FOR_A_MODEL:
-        return trials
-    rung, seen = farthest[_FOR_A_MODEL - 1], []
     for trial in trials:
-        if not _has_rungs(trial):
-            seen.append(trial)
-            continue
-        at = min((step for step in trial.intermediate_values if step >= rung), default=None)
-        if at is not None:
-            there = copy(trial)
-            there.state, there.values = TrialState.COMPLETE, [trial.intermediate_values[at]]
-            seen.append(there)
-        elif trial.state == TrialState.COMPLETE:  # its function returned before
-            seen.append(trial)
-    return seen
-
-
-def _has_rungs(trial: "FrozenTrial") -> bool:
-    return trial.state.name in ("COMPLETE", "PRUNED") and bool(trial.intermediate_values)
+        number = trial.user_attrs.get("trial")
+        if number is None or number not in compared:  # the one that is being suggested has no number yet
+            yield trial
+        elif (value := compared[number]) is not None:
+            seen = copy(trial)
+            seen.state, seen.values = TrialState.COMPLETE, [value]
+            yield seen

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from prefect_torch.flows.sweeps.domains import as_stored
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
 _SEED_BYTES = 4
-_SUCCESSIVE_HALVING = ("asha", "hyperband")
-_MODELS = ("tpe", "gp")  # samplers that fit a model to values
+_AT_THEIR_ENDS: Mapping[int, float | None] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +125,11 @@ class Study:
         self._taken = len(self._log.operations)
         self._untried = list(points)
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it logs each study that it creates
-        by_rung = search.scheduler in _SUCCESSIVE_HALVING and name in _MODELS and len(search.metrics) == 1
-        self._storage = study_storage(self._log, by_rung=by_rung)
+        self._storage = study_storage(self._log)
         if self._log.operations:
             self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))
             study_id = self._storage.get_study_id_from_name(NAME)
-            # Also those that samplers do not see: `self._study` has the newest observation of each trial, or those at one rung.
+            # Also those that samplers do not see: `self._study` has the newest observation of each trial.
             for trial in optuna.storages.JournalStorage.get_all_trials(self._storage, study_id, deepcopy=False):
                 given = trial.system_attrs.get("fixed_params")  # what was enqueued, which may be a part of its parameters
                 tried = next((it for it in (given, trial.params) if it in self._untried), None)
@@ -150,8 +149,16 @@ class Study:
         self._taken = len(self._log.operations)
         return new
 
-    def suggest(self, number: int) -> Suggestion:
-        """Return the config of trial `number`."""
+    def suggest(self, number: int, compared: Mapping[int, float | None] = _AT_THEIR_ENDS) -> Suggestion:
+        """Return the config of trial `number`.
+
+        Args:
+            number: The trial.
+            compared: The values by which the sampler compares earlier trials, by their numbers, and None for those that it
+                does not see; it sees all other trials as they were observed.
+
+        """
+        self._storage.compared = compared
         self._study.sampler = self._make_sampler(seed_of_trial(self._seed, number))
         if self._untried:
             self._study.enqueue_trial(self._untried.pop(0))
@@ -161,10 +168,7 @@ class Study:
         return Suggestion(trial.number, chosen)
 
     def observe(self, study_number: int, observation: Observation) -> None:
-        """Add an observation of a trial; of a trial that was observed before, samplers see only the newest one.
-
-        With asha and hyperband, tpe and gp see the trials at one rung; see `study_storage`.
-        """
+        """Add an observation of a trial; of a trial that was observed before, samplers see only the newest one."""
         study_id = self._storage.get_study_id_from_name(NAME)
         frozen = self._storage.get_trial(self._storage.get_trial_id_from_study_id_trial_number(study_id, study_number))
         states = self._optuna.trial.TrialState

@@ -5,7 +5,8 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeAlias
 
@@ -13,6 +14,7 @@ from prefect_torch.flows.sweeps.journal.history import History, RungReport, Tria
 
 from .scheduling import Decision, Promotion, is_score, sort_key
 
+_ENOUGH = 10  # trials at a rung for a model; as many suggestions of tpe and gp are random before they fit one
 _Reached: TypeAlias = list[tuple[TrialRecord, list[RungReport]]]  # trials, each with its report at each rung
 
 
@@ -121,6 +123,33 @@ class Asha:
             for place, (it, reports) in enumerate(_best_first(reached, rung))
             if it.state == "paused" and len(reports) == rung + 1 and (place >= most or not is_score(reports[rung].value))
         }
+
+    def compared(self, history: History, *, with_behind: bool) -> Mapping[int, float | None]:
+        """Return the values at the highest rung that ten trials have reached; see `Scheduler`.
+
+        S. Falkner et al., BOHB: Robust and Efficient Hyperparameter Optimization at Scale, ICML 2018, section 3.2. Values at
+        different rungs do not compare: the early ones show which config is fast. A trial whose value is no score is as bad as
+        the worst at the rung, and so is one that has stayed behind, `with_behind`.
+        """
+        values_of = {it.number: self._value_by_rung(it) for it in history.values() if it.state != "failed" and not it.is_cloned}
+        counts = Counter(rung for values in values_of.values() for rung, value in values.items() if is_score(value))
+        rung = max((rung for rung, count in counts.items() if count >= _ENOUGH), default=None)
+        if rung is None:
+            return {}
+        worst = max(value for values in values_of.values() if is_score(value := values.get(rung, math.nan)))
+        found: dict[int, float | None] = {}
+        for number, values in values_of.items():
+            is_behind = bool(values) and max(values) < rung
+            if not values or (is_behind and history[number].state == "completed"):
+                continue  # its function has returned before
+            is_bad = not all(map(is_score, values.values())) or (is_behind and with_behind)
+            found[number] = worst if is_bad else values.get(rung)
+        return found
+
+    def _value_by_rung(self, trial: TrialRecord) -> dict[int, float]:
+        """Return a trial's value at each rung that it has reached, counted from the first rung of the first bracket."""
+        bracket = self.bracket_of(trial.number)
+        return {rung: report.value for rung, report in enumerate(_at_rungs(trial, self.rungs(bracket)), bracket)}
 
     def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
         members = (it for it in history.values() if len(it.reports) > rung and self.bracket_of(it.number) == bracket)

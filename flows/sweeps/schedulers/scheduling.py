@@ -84,6 +84,20 @@ class Scheduler(Protocol):
         """Return the paused trials that are never resumed, whatever the others report."""
         ...
 
+    def compared(self, history: History, *, with_behind: bool) -> Mapping[int, float | None]:
+        """Return the values by which a model of the trials compares them, instead of those at their ends.
+
+        Args:
+            history: The trials.
+            with_behind: Whether trials that did not get as far as the compared ones count as the worst of these: a model that
+                never saw them would suggest the same config again and again.
+
+        Returns:
+            The value of each trial that it compares, by number, and None for each that the model does not see.
+
+        """
+        ...
+
 
 class ResumesAll:
     """Resumes every paused trial: the scheduler pauses none for good, and another one may have paused some before."""
@@ -98,6 +112,10 @@ class ResumesAll:
     def lost(self, history: History) -> frozenset[int]:  # noqa: ARG002 - the signature of Scheduler
         """Return an empty set: every paused trial is resumed."""
         return frozenset()
+
+    def compared(self, history: History, *, with_behind: bool) -> Mapping[int, float | None]:  # noqa: ARG002 - as above
+        """Return an empty mapping: the trials are compared at their ends."""
+        return {}
 
 
 class RunToTheEnd(ResumesAll):

@@ -784,20 +784,43 @@ def test_a_sampler_sees_a_trial_that_paused_and_went_on_once():
     assert next_suggestion(pauses=2) == next_suggestion(pauses=0)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "gp"])
-def test_a_model_is_fitted_to_the_highest_rung_that_enough_trials_have_reached(sampler):
-    values = {number: (number * 0.618) % 1 for number in range(40)}
-    rungs = {x: ((1, x), (3, (x - 0.8) ** 2), (9, x)) for x in values.values()}  # the best at one rung is bad at the others
+@pytest.mark.parametrize(("sampler", "sees_those_behind"), [("tpe", False), ("gp", True)])
+def test_a_model_is_fitted_to_the_highest_rung_that_enough_trials_have_reached(sampler, sees_those_behind):
+    points, space = [{"x": (number * 0.618) % 1} for number in range(40)], {"x": uniform(0, 1)}
 
-    def next_suggestion(observations, **changes):
-        points = [{"x": values[number]} for number in observations]
-        study = Study([], configured(sampler=sampler, **changes), parse_space({"x": uniform(0, 1)}), 0, points)
-        for number, observation in enumerate(observations.values()):
-            study.observe(study.suggest(number).study_number, observation)
-        return study.suggest(40).chosen
+    def loss(x, rung):  # the best at one rung is bad at the others
+        return (x - 0.8) ** 2 if rung == 1 else x
 
-    reached = {number: 3 if number < 2 else 2 if number % 3 == 0 else 1 for number in values}
-    paused = {number: Observation("pruned", None, rungs[values[number]][:far]) for number, far in reached.items()}
-    enough = {number: Observation("complete", (rungs[values[number]][1][1],)) for number, far in reached.items() if far > 1}
-    assert next_suggestion(paused, scheduler="asha", max_t=81) == next_suggestion(enough)
-    assert next_suggestion(paused) != next_suggestion(enough)
+    config = configured(sampler=sampler, scheduler="asha", max_t=81, num_trials=41, initial_points=points)
+    search = Search(config, parse_space(space), 0, RecordedTrials([], [].append), "sweep")
+    while (trial := search.next_trial()).number < 40 or trial.reports:
+        goes_on = True
+        while goes_on:
+            rung = len(search.trials[trial.number].reports)
+            request = DecisionRequest(0, 3**rung, 0, {"loss": loss(trial.config["x"], rung)}, f"{trial.number}-{rung}")
+            goes_on = search.decide(trial.number, request).goes_on
+
+    at_rung = {it.number: it.reports[1].value for it in search.trials.values() if len(it.reports) > 1}
+    assert 10 <= len(at_rung) < 20
+    assert sum(len(it.reports) > 2 for it in search.trials.values()) < 10
+    behind = dict.fromkeys(range(40), max(at_rung.values())) if sees_those_behind else {}
+    seen = sorted((behind | at_rung).items())
+    study = Study([], configured(sampler=sampler), parse_space(space), 0, [points[number] for number, _ in seen])
+    for number, value in seen:
+        study.observe(study.suggest(number).study_number, Observation("complete", (value,)))
+    assert trial.config["x"] == pytest.approx(study.suggest(40).chosen["x"], rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", [5.0, math.nan, math.inf])
+def test_a_model_does_not_suggest_a_config_again_and_again_that_halving_has_paused(loss):
+    config = configured(sampler="gp", scheduler="asha", max_t=81, num_trials=30)
+    search = Search(config, parse_space({"x": uniform(0, 1)}), 0, RecordedTrials([], [].append), "sweep")
+    while (trial := search.next_trial()) is not None:
+        x, goes_on = trial.config["x"], True
+        while goes_on:
+            rung = len(search.trials[trial.number].reports)
+            metrics = {"loss": loss if x > 0.6 else (x - 0.2) ** 2 + 3**-rung}
+            goes_on = search.decide(trial.number, DecisionRequest(0, 3**rung, 0, metrics, f"{trial.number}-{rung}")).goes_on
+    suggested = [round(it.config["x"], 1) for it in search.trials.values()]
+    assert suggested.count(1.0) < 4
+    assert suggested.count(0.2) > 4

@@ -188,6 +188,42 @@ def test_the_brackets_of_hyperband_have_as_many_trials_and_rungs_as_in_the_paper
     assert [brackets.rungs(bracket) for bracket in range(5)] == [[*times, max_t] for times in rungs]
 
 
+@pytest.mark.parametrize("times", ["at the rungs", "later", "fractions"])
+def test_a_model_compares_trials_at_the_highest_rung_that_ten_have_reached(times):
+    asha = Asha(0.25 if times == "fractions" else 100, 2, 3200, 100)
+
+    def trial(number, far, **changes):
+        late = number * 7 % 13 if times == "later" else 0
+        reports = (RungReport(time + late, 10 * rung + number % 5) for rung, time in enumerate(asha.rungs(0)[:far]))
+        return replace(TrialRecord(number, f"run-{number}", {}, number, "paused", reports=tuple(reports)), **changes)
+
+    history = {number: trial(number, 4 if number < 5 else 3 if number < 12 else 1) for number in range(30)}
+    at_rung = {number: 20 + number % 5 for number in range(12)}
+    assert asha.compared(history, with_behind=False) == at_rung | dict.fromkeys(range(12, 30))
+    assert asha.compared(history, with_behind=True) == at_rung | dict.fromkeys(range(12, 30), 24)
+
+    history[0] = trial(0, 3, state="failed")
+    history[1] = trial(1, 3, is_cloned=True)
+    history[12] = trial(12, 1, state="completed")  # before the others' rung
+    history[13] = trial(13, 1, reports=(RungReport(100, math.nan),))
+    found = asha.compared(history, with_behind=False)
+    assert not found.keys() & {0, 1, 12}
+    assert found[13] == 24
+    assert asha.compared(dict(list(history.items())[2:11]), with_behind=True) == {}
+
+
+def test_a_model_does_not_compare_trials_of_brackets_that_begin_later():
+    scheduler = hyperband(1, 3, 9, 100)
+    first = {number: scheduler.first_milestone(number) for number in range(20)}
+    assert set(first.values()) == {1, 3, 9}
+    history = {
+        number: TrialRecord(number, f"run-{number}", {}, number, "paused", reports=(RungReport(time, number),))
+        for number, time in first.items()
+    }
+    expected = {number: number if time == 1 else None for number, time in first.items()}
+    assert scheduler.compared(history, with_behind=True) == expected
+
+
 def test_asha_has_every_rung_before_its_end():
     """As Ray's, whose last one may be close to it."""
     assert Asha(1, 3, 81, 9).rungs(0) == [1, 3, 9, 27, 81]
