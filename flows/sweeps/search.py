@@ -21,7 +21,7 @@ from prefect_torch.flows.sweeps.journal.events import (
     TrialResumed,
     TrialStarted,
 )
-from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord, score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
@@ -325,11 +325,21 @@ class Search:
         return self.trials[number]
 
     def _compared(self) -> dict[int, float | None]:
-        """Return the values by which the sampler compares trials, where it fits a model to them; see `Scheduler.compared`."""
-        if self._sampler not in _MODELS:
+        """Return the values by which the sampler compares trials, where it fits a model to them; see `Scheduler.compared`.
+
+        Optuna leaves failed trials out of a model, and gp also those that were stopped, as if nothing were known of their
+        configs: it would suggest these again and again. They count as the worst.
+        """
+        if self._sampler not in _MODELS or len(self.metrics) > 1:
             return {}
-        # tpe tries other places by itself, and learns more from few trials that compare than from all.
-        found = self._scheduler.compared(self.trials, with_behind=self._sampler == "gp")
+        is_gp = self._sampler == "gp"  # tpe tries other places by itself, and learns more from few trials that compare
+        found = dict(self._scheduler.compared(self.trials, with_behind=is_gp))
+        ended = self.recorded.in_state("completed")
+        scores = (score_of(self.trials[number], self.metrics[0], self._search.modes[0]) for number in ended - found.keys())
+        worst = max((score for score in (*found.values(), *scores) if score is not None), default=None)
+        if worst is not None:
+            left_out = self.recorded.in_state("failed") | (self.recorded.in_state("stopped") if is_gp else set())
+            found |= {it: worst for it in left_out - found.keys() if not self.trials[it].is_cloned}
         return {number: value if value is None else value * self._sign for number, value in found.items()}
 
     def _new_run(self, number: int) -> str:

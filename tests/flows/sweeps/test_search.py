@@ -824,3 +824,27 @@ def test_a_model_does_not_suggest_a_config_again_and_again_that_halving_has_paus
     suggested = [round(it.config["x"], 1) for it in search.trials.values()]
     assert suggested.count(1.0) < 4
     assert suggested.count(0.2) > 4
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+def test_a_model_avoids_configs_of_trials_that_failed(sampler):
+    search = Search(configured(sampler=sampler), parse_space({"x": uniform(0, 1)}), 0, RecordedTrials([], [].append), "sweep")
+    while (trial := search.next_trial()) is not None:
+        x = trial.config["x"]
+        end = TrialEnd("failed", "out of memory") if x > 0.6 else TrialEnd("completed", None, {"loss": abs(x - 0.2)})
+        search.end(trial.number, end)
+    later = [it.state for it in search.trials.values() if it.number >= 12]
+    assert later.count("failed") < 9
+
+
+def test_a_model_avoids_configs_of_trials_that_a_scheduler_stopped():
+    config = configured(sampler="gp", scheduler="pruner", pruner="optuna.pruners:MedianPruner", max_t=5, num_trials=40)
+    search = Search(config, parse_space({"x": uniform(0, 1)}), 0, RecordedTrials([], [].append), "sweep")
+    while (trial := search.next_trial()) is not None:
+        x, goes_on, step = trial.config["x"], True, 0
+        while goes_on:
+            step += 1
+            metrics = {"loss": 5 if x > 0.6 else abs(x - 0.2) + 1 / step}
+            goes_on = search.decide(trial.number, DecisionRequest(0, step, step, metrics, f"{trial.number}-{step}")).goes_on
+    stopped = [round(it.config["x"], 2) for it in search.trials.values() if it.state == "stopped"]
+    assert max(map(stopped.count, stopped)) < 8
