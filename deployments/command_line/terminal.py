@@ -7,12 +7,15 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 from prefect_torch.ckpt.runs.metrics import MetricValue, to_json
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 INTERRUPTED = 130  # the exit status of a shell for a program ended by Ctrl-C
 STATUS_STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}  # of what doctor and plan find
+_GAP = 2  # columns between two cells
+_NARROWEST_TEXT = 16  # columns in which a text is folded, but can still be read
 _UNBOUNDED = 100_000  # columns: a pipe has no edge at which to fold or cut an id
 
 
@@ -71,13 +74,17 @@ def print_table(columns: Sequence[str], rows: Iterable[Iterable[object]], *, rig
     if not to.is_terminal:
         _print_columns([columns, *([text for text, _ in row] for row in cells)], [column in right for column in columns])
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    narrowest = 0
     for number, column in enumerate(columns):
         is_right = column in right
         is_text = number > 0 and not is_right  # a narrow terminal folds texts; names and numbers stay whole
+        width = max(cell_len(text) for text in (column, *(row[number][0] for row in cells)))
+        narrowest += min(width, _NARROWEST_TEXT) + _GAP if is_text else width + _GAP
         table.add_column(column, justify="right" if is_right else "left", overflow="fold", no_wrap=not is_text)
     for row in cells:
         table.add_row(*(Text(text, style=style) for text, style in row))
+    to.width = max(to.width, narrowest - _GAP)  # else rich cuts numbers; a terminal that is narrower folds the lines
     to.print(table)
 
 

@@ -842,6 +842,13 @@ def test_a_narrow_terminal_folds_and_cuts_nothing(local):
     assert all(f"{checkpoint_id} " in words for checkpoint_id in store.ids())
 
 
+def test_numbers_are_whole_on_a_terminal_that_is_too_narrow_for_them(local):
+    train(local, "a-run-with-a-name-that-takes-a-whole-line-of-the-terminal")
+    for arguments in (("ls", local), ("show", local, "a-run-with-a-name-that-takes-a-whole-line-of-the-terminal")):
+        narrow, wide = (on_terminal(*arguments, environment=[("COLUMNS", it), ("NO_COLOR", "1")])[0] for it in ("30", "400"))
+        assert set(re.findall(r"\d[\d.]*", wide)) <= set(re.findall(r"\d[\d.]*", narrow)), narrow
+
+
 def test_keys_of_the_s3_server_are_never_shown(moto, monkeypatch, command):
     for name, value in moto.options().items():
         monkeypatch.setenv(name.upper(), value)
