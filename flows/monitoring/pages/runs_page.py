@@ -1,5 +1,6 @@
 """The page of a storage: its runs side by side, refreshed at the end of each training and by the flow `prune`."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.specs.location import canonical
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -115,6 +117,7 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
         now_s: The current time (seconds since the epoch).
 
     """
+    command = shlex.join(["prefect-torch", "ls", url])
     return "\n".join([
         "# Runs",
         "",
@@ -123,7 +126,7 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
         "| run | state | step | best | curve | attempts | started (UTC) |",
         "| :-- | :-- | --: | --: | :-- | --: | :-- |",
         *(f"| {' | '.join(_cells(row))} |" for row in rows),
-        *(("", f"{num_left_out} other runs are not shown: `prefect-torch ls {url}`") if num_left_out else ()),
+        *(("", f"Not shown: {show_count(num_left_out, 'other run')}; see `{command}`") if num_left_out else ()),
     ])  # fmt: skip
 
 

@@ -79,5 +79,5 @@ def _memory(used: int, total: int) -> str:
 
 
 def _config(config: Mapping[str, Any]) -> str:
-    text = json.dumps(dict(config), indent=2, default=str).replace("```", "'''")
+    text = json.dumps(dict(config), indent=2, default=str, ensure_ascii=False).replace("```", "'''")
     return text if len(text) <= _LONGEST_CONFIG else f"{text[:_LONGEST_CONFIG]}\n…"

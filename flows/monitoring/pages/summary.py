@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.retention import Order
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curve
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -134,7 +134,7 @@ def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
     )
     more = len(curves) - _MANY_METRICS + len(view.curves.left_out)
     if more > 0:
-        yield from ("", f"{more} more are in `Result.from_storage(...).metrics_dataframe`.")
+        yield from ("", f"Not shown: {show_count(more, 'metric')}; see `Result.from_storage(...).metrics_dataframe`.")
 
 
 def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:
@@ -177,7 +177,7 @@ def _attempts(run: str, view: RunView, now_s: float) -> Iterator[str]:
             f"| {_origin(log, run)} | {steps} | {state_of(log)} |"
         )
     if len(logs) > len(shown):
-        yield from ("", f"{len(logs) - len(shown)} earlier attempts are not shown.")
+        yield from ("", f"Not shown: {show_count(len(logs) - len(shown), 'earlier attempt')}.")
     yield from ("", *(f"- attempt {log.number}: {reason}" for log in shown if (reason := _reason(log))))
     yield from (
         f"- set aside as damaged: `{checkpoint_id}`, {plain_text(shorten(reason))}"
@@ -215,7 +215,7 @@ def _log_links(context: SummaryContext) -> Iterator[str]:
     for attempt in attempts[:_MAX_LINKED_ATTEMPTS]:
         ranks = context.ranks.get(attempt, {})
         links = [f"[rank {rank}]({url})" for rank, url in list(ranks.items())[:_MAX_LINKED_RANKS]]
-        more = [f"{len(ranks) - len(links)} more ranks"] if len(ranks) > len(links) else []
+        more = [show_count(len(ranks) - len(links), "more rank")] if len(ranks) > len(links) else []
         leader = [f"[flow run]({context.flow_runs[attempt]})"] if attempt in context.flow_runs else []
         yield f"- attempt {attempt}: {' · '.join((*links, *more, *leader))}"
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, shorten, show_compact, show_number, show_time
 
@@ -73,7 +74,8 @@ def _best(view: SweepView, context: SweepContext) -> Iterator[str]:
     yield ""
     score = f"**{plain_text(view.metric)} {show_number(best.value)}**{at}"
     yield f"{_link(best, f'Trial {best.number}')}: {score}, {best.state}, with"
-    yield from ("", "```json", json.dumps(dict(best.parameters), indent=2), "```", "", "Its checkpoint in Python:", "")
+    parameters = json.dumps(dict(best.parameters), indent=2, ensure_ascii=False)
+    yield from ("", "```json", parameters, "```", "", "Its checkpoint in Python:", "")
     yield from ("```python", "from prefect_torch.flows import SweepResult")
     yield f"checkpoint = SweepResult.from_storage({context.storage!r}, {view.run.name!r}).best.checkpoint"
     yield "```"
@@ -146,7 +148,8 @@ def _table(view: SweepView, trials: Sequence[SeenTrial], context: SweepContext) 
     for trial in shown:
         yield f"| {' | '.join(_cells(trial, names, context))} |"
     if len(shown) < len(trials):
-        yield from ("", f"{len(trials) - len(shown)} more are in `SweepResult.from_storage(...).trials_dataframe`.")
+        left_out = show_count(len(trials) - len(shown), "trial")
+        yield from ("", f"Not shown: {left_out}; see `SweepResult.from_storage(...).trials_dataframe`.")
 
 
 def _chosen(trials: Sequence[SeenTrial]) -> list[SeenTrial]:

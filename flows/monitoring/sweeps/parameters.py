@@ -20,7 +20,7 @@ def parameters_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, Valu
         elif value is None or isinstance(value, bool | int | float | str):
             found[f"{prefix}{name}"] = value
         else:
-            found[f"{prefix}{name}"] = json.dumps(value, default=str)
+            found[f"{prefix}{name}"] = json.dumps(value, default=str, ensure_ascii=False)
     return found
 
 

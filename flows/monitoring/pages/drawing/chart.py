@@ -21,6 +21,8 @@ _PANEL_HEIGHT = 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 40, 26
 _BAR_HEIGHT, _LINE_HEIGHT = 16, 18
 _LETTER_WIDTH, _LETTER_HEIGHT = 6.6, 8.0  # a letter's mean width, a capital's height
+_TITLE_LETTER_WIDTH = 8.0  # of a panel's title
+_MAX_VALUE, _MIN_NAME = 16, 8  # characters of a title's value, which may be a large integer, and of its metric
 _ENTRY_MARGIN = 34.0  # the swatch of a legend's entry and the gap after it
 
 
@@ -109,12 +111,14 @@ def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps
 
 def _title(curve: Curve, frame: Frame, colour: str) -> Iterable[str]:
     left, right, y = frame.left - _LEFT + 8, frame.left + frame.width, frame.top - 20
-    notes = [*(["log"] if frame.values.is_log else []), *([f"{curve.num_odd} not finite"] if curve.num_odd else [])]
-    name = shorten(curve.name, 32)
-    words = f"{escape(name)}<tspan font-weight='400' font-size='11'>{escape('  ' + ', '.join(notes) if notes else '')}</tspan>"
+    notes = ", ".join([*(["log"] if frame.values.is_log else []), *([f"{curve.num_odd} not finite"] if curve.num_odd else [])])
+    value = shorten(show_number(curve.last), _MAX_VALUE)
+    room = right - left - _TITLE_LETTER_WIDTH * (len(value) + 1) - _LETTER_WIDTH * (len(notes) + 2)
+    name = shorten(curve.name, max(_MIN_NAME, int(room / _TITLE_LETTER_WIDTH)))
+    words = f"{escape(name)}<tspan font-weight='400' font-size='11'>{escape('  ' + notes if notes else '')}</tspan>"
     yield f'<text x="{left:.1f}" y="{y:.1f}" font-size="13" font-weight="600" xml:space="preserve">{words}</text>'
     style = {"fill": colour, "text_anchor": "end", "font_weight": "600", "font_size": "13"}
-    yield text(right, y, show_number(curve.last), **style)
+    yield text(right, y, value, **style)
 
 
 def _boundaries(frame: Frame, first_steps: Mapping[int, int]) -> Iterable[str]:

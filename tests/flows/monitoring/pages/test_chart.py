@@ -44,6 +44,19 @@ def test_each_metric_has_a_panel_with_its_name_last_value_and_ticks():
     assert [len(line) for line in lines(picture)] == [3, 3]
 
 
+@pytest.mark.parametrize("values", [[1e-7, -9.9999e-06], [1e-8, math.nan, 1e-5, 1.0, 0.0012346], [1, 10**30]])
+@pytest.mark.parametrize("num_panels", [1, 2])
+def test_a_long_name_is_clear_of_the_value_after_it(values, num_panels):
+    names = ["validation/cross_entropy_of_the_first_group", "validation/cross_entropy_of_the_second_group"][:num_panels]
+    picture = drawn(curves_of(**dict.fromkeys(names, values)))
+    letter, note = 7.8, 6.2  # mean widths, as Chromium draws a title and its notes
+    titles = [text for text in picture.iter(f"{SVG}text") if text.get("font-size") == "13"]
+    for name, value in zip(titles[::2], titles[1::2], strict=True):
+        width = letter * len(name.text) + sum(note * len(part.text or "") for part in name)
+        assert float(name.get("x")) + width <= float(value.get("x")) - letter * len(value.text)
+        assert name.text.startswith("validatio")
+
+
 def test_a_line_of_very_many_reports_keeps_its_spikes_and_few_points():
     values = [math.sin(step / 500) for step in range(20_000)]
     values[7_777], values[12_345] = 50.0, -50.0

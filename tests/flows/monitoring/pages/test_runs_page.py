@@ -103,7 +103,8 @@ def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage
     rows, num_left_out = read_runs(storage, clock=lambda: next(times))
     assert [(row.name, len(row.points)) for row in rows] == [("run-3", 2), ("run-2", 2), ("run-1", 0)]
     assert num_left_out == 1
-    assert "1 other runs are not shown" in write_runs(storage.url, rows, num_left_out, 0.0)
+    page = write_runs("/data/my runs", rows, num_left_out, 0.0)
+    assert "Not shown: 1 other run; see `prefect-torch ls '/data/my runs'`" in page
 
 
 def test_of_very_many_runs_the_last_by_name_are_looked_at(storage, monkeypatch):

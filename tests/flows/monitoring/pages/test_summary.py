@@ -197,8 +197,8 @@ def test_a_long_run_has_a_page_of_bounded_size(store):
         write_outcome(store, Outcome(number, "failed"))
         view.record(AttemptEnded(Outcome(number, "failed", "a", "user", "boom " * 100)), BEGUN_S + number)
     page = page_of(view)
-    assert "280 earlier attempts are not shown." in page
-    assert "18 more are in" in page
+    assert "Not shown: 280 earlier attempts." in page
+    assert "Not shown: 18 metrics; see" in page
     assert len(page) < 400_000
 
 
@@ -261,11 +261,12 @@ def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
     view = view_of(store, AttemptStarted(claim(1), None), commit(1, 3, score=1.0))
     use = GpuUse(GpuSample(3, "GPU-3", "NVIDIA H200", 0.93, 2**35, 2**37), 2, 1.5)
     restart = Restart(2, UUID(int=1), "first|one")
-    config = {"lr": 0.1, "sizes": (1, 2), "nan": float("nan"), "odd": object}
+    config = {"lr": 0.1, "sizes": (1, 2), "nan": float("nan"), "odd": object, "corpus": "/data/Übungstexte"}
     page = page_of(view, replace(CONTEXT, setup=Setup("s3://bucket/a b", config, "8 CPUs", restart, (use,))))
     assert f"Restart 2 of [first\\|one]({restart.url}), which crashed, by an automation." in page
     assert "| 3 | NVIDIA H200 | 93% | 75% | 32.0 GiB of 128.0 GiB |" in page
     assert "2 ranks led from `host`: 8 CPUs" in page
     assert '"lr": 0.1' in page
+    assert '"corpus": "/data/Übungstexte"' in page
     assert "\nresult = Result.from_storage('s3://bucket/a b', 'run')\ncheckpoint = result.best_checkpoints[0][0]\n" in page
     assert "$ prefect-torch pull 's3://bucket/a b' run best ./model" in page

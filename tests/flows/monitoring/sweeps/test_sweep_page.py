@@ -276,7 +276,7 @@ def test_trials_are_compared_at_the_last_step_that_all_have_reached():
 
 
 def test_parameters_are_flat_and_only_those_that_differ_are_shown():
-    assert parameters_of({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a/b": 1, "a/c": "[1, 2]", "d": None}
+    assert parameters_of({"a": {"b": 1, "c": [1, "größer"]}, "d": None}) == {"a/b": 1, "a/c": '[1, "größer"]', "d": None}
     assert varied([{"a": 1, "b": 1}, {"a": 1, "b": True}, {"a": 1, "b": 1, "c": 2}]) == ["b", "c"]
 
 
