@@ -28,11 +28,16 @@ _UPLOAD_WAIT_S = 600.0
 _DIRECTORY_BUCKET = "--x-s3"
 # obstore asks for credentials again 5 min before they reach this age; botocore gives none that end within 10 min.
 _CREDENTIALS_LAST = timedelta(minutes=10)
-_NO_GOOGLE_LOGIN = "Unable to decode service account file"
-_GOOGLE_LOGINS = (
-    "; object_store knows neither workload identity federation nor impersonation: give a service account's key, in a GcsBucket "
-    "block or by GOOGLE_APPLICATION_CREDENTIALS, or use the login of `gcloud auth application-default login` or of the machine"
-)
+_HINTS = {  # by a part of object_store's text
+    "Unable to decode service account file": (
+        "; object_store knows neither workload identity federation nor impersonation: give a service account's key, in a "
+        "GcsBucket block or by GOOGLE_APPLICATION_CREDENTIALS, or use the login of `gcloud auth application-default login` or of "
+        "the machine"
+    ),
+    "Account must be specified": (
+        "; the URL does not name the account: give AZURE_STORAGE_ACCOUNT_NAME, or an AzureBlobStorageContainer block"
+    ),
+}
 _ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
@@ -125,7 +130,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
     try:
         return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
     except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter is for a URL, and does not name it
-        hint = _GOOGLE_LOGINS if _NO_GOOGLE_LOGIN in str(exc) else ""
+        hint = next((hint for reason, hint in _HINTS.items() if reason in str(exc)), "")
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}{hint}") from exc
 
 

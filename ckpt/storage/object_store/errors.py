@@ -21,6 +21,13 @@ from prefect_torch.ckpt.text import show_age, without_login
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
+_GOOGLE_LOGIN = (
+    "a GcsBucket block, a service account's key in GOOGLE_APPLICATION_CREDENTIALS, or the login of "
+    "`gcloud auth application-default login`"
+)
+_S3_LOGIN = "a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; for a public bucket aws_skip_signature"
+_AZURE_LOGIN = "an AzureBlobStorageContainer block, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+_LOGINS = {"gs": _GOOGLE_LOGIN, "gcs": _GOOGLE_LOGIN, "s3": _S3_LOGIN, "s3a": _S3_LOGIN}  # Azure has many schemes
 _NOT_ENCRYPTED, _OF_STS = "source: BadScheme", "performing POST REDACTED"  # only requests to STS hide the address
 _NO_IDENTITY = re.compile(rf"Failed to read token file|{_PROVIDER}: FileNotFoundError")  # object_store's text, and boto3's
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
@@ -108,10 +115,9 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
         )
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:
-        return NoCredentialsError(
-            f"no credentials were found for {where}: give a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile; "
-            "for a public bucket aws_skip_signature"
-        )
+        scheme = where.partition("://")[0].lower()
+        login = _LOGINS.get(scheme, _AZURE_LOGIN)
+        return NoCredentialsError(f"no credentials were found for {where}: give {login}")
     if _METADATA_HOST in text or (_PROVIDER in text and _code(error) in {"", *PASSING}):
         return StorageError(f"the credentials for {where} cannot be fetched at the moment: {reason}")
     return None

@@ -1111,6 +1111,28 @@ def test_a_role_whose_credentials_fail_to_come_once_is_asked_again(answer, has_a
 
 
 @pytest.mark.parametrize(
+    ("url", "login"),
+    [
+        ("s3://bucket/x", "AWS_ACCESS_KEY_ID"),
+        ("gs://bucket/x", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("gcs://bucket/x", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az://container/x", "AZURE_STORAGE_ACCOUNT_KEY"),
+        ("abfss://container/x", "AZURE_STORAGE_ACCOUNT_KEY"),
+    ],
+)
+def test_who_has_no_credentials_is_told_those_of_the_cloud(url, login):
+    error = translate(GenericError(f"{TOKEN_REQUEST}HTTP error: error sending request"), url, has_answered=False)
+    assert f"no credentials were found for {url}: give a" in str(error)
+    assert re.findall("[A-Z]+_[A-Z_]*(?:KEY_ID|CREDENTIALS|ACCOUNT_KEY)", str(error)) == [login]
+
+
+def test_a_url_of_azure_asks_for_the_account(monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ValueError, match="the URL does not name the account: give AZURE_STORAGE_ACCOUNT_NAME"):
+        ObstoreStorage("az://container/x", {})
+
+
+@pytest.mark.parametrize(
     ("raised", "expected"),
     [
         (CredentialRetrievalError(provider="iam-role", error_msg="timed out"), StorageError),
