@@ -168,8 +168,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     _copy_records(plan.records, source, target)
     copied = sum(for_each(plan.aside, copy_as_is))
-    for it in plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}:
-        _copy_records(plan.attached[it], source, target)
+    for aside in plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}:
+        _copy_records(plan.attached[aside], source, target)
     layout = plan.layout
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
