@@ -1,11 +1,14 @@
 """`delete`: a run, or one of its checkpoints, for good."""
 
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointStore, Manifest
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, FileEntry, Manifest
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
 from prefect_torch.ckpt.runs.whole.deletion import check_holds_no_other, check_unpinned, delete_run
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.keys import is_key
@@ -31,7 +34,7 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
     """Delete a run, or one of its checkpoints.
 
     Asks before. Refuses a run that is being trained, pinned checkpoints, and a run that a process of this machine reads. With a
-    sweep its trials are deleted, if none of them is refused.
+    sweep its trials are deleted, if none of them is refused. Of a checkpoint whose manifest is damaged, ID is the whole id.
     Manifests are deleted before data, so an interrupted deletion leaves whole checkpoints and garbage; repeat the command.
     """
     if checkpoint is None and (metric or order):
@@ -41,8 +44,22 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
     for each in stores:
         check_not_live(each, "delete", has_ended=ended)
     if checkpoint is not None:
-        return _delete_checkpoint(store, find_checkpoint(store, checkpoint, metric, order), yes=yes)
+        return _delete_checkpoint(store, _find_checkpoint(store, checkpoint, metric, order), yes=yes)
     return _delete_runs(stores, yes=yes)
+
+
+def _find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order: Any) -> Manifest:
+    """Return the checkpoint that `text` names; if it is the whole id, also one whose manifest is damaged, as it is listed."""
+    try:
+        return find_checkpoint(store, text, metric, order)
+    except MalformedRecordError:  # another program's object
+        raise
+    except CheckpointCorruptError:
+        if not is_id(text):
+            raise
+    data = store.layout.data(text)
+    files = tuple(FileEntry(key.removeprefix(data), size, "", 0) for key, size in sorted(store.sizes(data).items()))
+    return Manifest(text, step_of(text), attempt_of(text), {}, files, 0, None, datetime.now(timezone.utc))
 
 
 def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool) -> int:

@@ -405,6 +405,20 @@ def test_a_checkpoint_is_deleted_also_the_latest(local, command, tmp_path):
     assert store.latest().step == 1
 
 
+def test_a_checkpoint_whose_manifest_is_damaged_is_deleted_by_its_whole_id(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    first, foreign, _ = store.ids()
+    store.attach_metrics(first, {"accuracy": 0.5})
+    manifest = store.layout.manifest(first)
+    store.storage.put_bytes(manifest, store.storage.get_bytes(manifest).replace(b"world_size", b"world_sizf"))
+    store.storage.put_bytes(store.layout.manifest(foreign), b'{"mine": 1}')
+    assert "does not match its own digest" in command("delete", local, "run", first[:18], "--yes")[2]
+    assert command("delete", local, "run", first, "--yes") == (0, f"deleted {first}\n", "")
+    assert not [key for key in contents(local) if first in key]
+    assert command("delete", local, "run", foreign, "--yes")[0] == 1
+    assert store.exists(foreign)
+
+
 def test_the_best_checkpoint_is_deleted_by_a_metric_and_no_run_for_want_of_its_id(local, command, tmp_path):
     store = store_run(local, tmp_path / "scratch")
     best = store.latest().id  # the losses fall
