@@ -21,7 +21,7 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
-from .targets import does_more_than_copy, fill_tensor, filled, resizable_buffers, why_unwritable
+from .targets import does_more_than_copy, fill_tensor, filled, resizable_buffers, why_unwritable, with_versions
 
 
 def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
@@ -95,9 +95,10 @@ class _Restore:
     def _restore_object(self, target: Any, node: Node, path: Path) -> None:
         plan = self._plan
         if is_stateful(target):
-            get = plan.build(node, path, tensors_in(target.state_dict(), path))
+            fresh = target.state_dict()
+            get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
-            finish.append(lambda: target.load_state_dict(get()))
+            finish.append(lambda: target.load_state_dict(with_versions(fresh, get())))
         else:
             get = plan.build(node, path, {})
             plan.last.append(lambda: set_generator(target, get(), path_name(path)))

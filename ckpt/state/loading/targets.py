@@ -1,6 +1,7 @@
 """The load into one target: a container, a tensor, a module, an optimizer's state of a parameter."""
 
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -33,6 +34,23 @@ def filled(target: Any, value: Any) -> Any:
         target.update(value)
         return target
     return value
+
+
+def with_versions(fresh: Any, value: Any) -> Any:
+    """Return `value` with the versions of modules that `fresh` has: a module's `state_dict()` has them as an attribute.
+
+    A module takes a dict without them for one of the first version of its code.
+    """
+    if isinstance(fresh, list) and isinstance(value, list):
+        return [*map(with_versions, fresh, value), *value[len(fresh) :]]
+    if not isinstance(fresh, Mapping) or not isinstance(value, dict):
+        return value
+    items = {key: with_versions(fresh.get(key), item) for key, item in value.items()}
+    if not hasattr(fresh, "_metadata"):
+        return items
+    of_module = OrderedDict(items)
+    vars(of_module).update(vars(fresh))
+    return of_module
 
 
 def fill_tensor(target: torch.Tensor, value: Any, name: str) -> None:

@@ -131,6 +131,34 @@ def test_a_module_that_holds_nothing_is_loaded_wherever_it_is(store):
         checkpoint.load_state({"loss": torch.nn.Linear(2, 2)})
 
 
+def test_an_object_that_holds_modules_gets_the_versions_of_their_code(store):
+    class Versioned(torch.nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *arguments):
+            assert local_metadata["version"] == 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+
+    class Trainer:
+        def __init__(self):
+            self.nets = [torch.nn.Sequential(Versioned(2, 2)), Versioned(3, 3)]
+            self.steps = [0]
+
+        def state_dict(self):
+            nets = [net.state_dict() for net in self.nets]
+            return {"nets": nets, "last": {"net": self.nets[1].state_dict()}, "steps": self.steps}
+
+        def load_state_dict(self, state):
+            for net, of_net in zip([*self.nets, self.nets[1]], [*state["nets"], state["last"]["net"]], strict=True):
+                net.load_state_dict(of_net)
+            self.steps = state["steps"]
+
+    reported, fresh = Trainer(), Trainer()
+    reported.steps = [0, 1]
+    stored(store, {"trainer": reported}).load_state({"trainer": fresh})
+    check_equal(fresh, reported)
+
+
 def test_a_folder_is_no_file_to_write_a_model_to(store, tmp_path):
     checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
     with pytest.raises(IsADirectoryError, match="is a directory: give the path of a file in it"):
