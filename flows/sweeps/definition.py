@@ -64,7 +64,7 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
             ) from exc
     seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
     given = search.model_dump(mode="json")
-    return Definition(function, as_stored(space), dict(config), search.metrics, list(search.modes), seed, given, utc_now())
+    return Definition(function, as_stored(space), as_stored(config), search.metrics, list(search.modes), seed, given, utc_now())
 
 
 def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

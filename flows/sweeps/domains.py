@@ -73,7 +73,7 @@ def parse_space(space: Mapping[str, Any]) -> Nested:
     if not isinstance(space, Mapping) or not space:
         raise ValueError(f"space={space!r} is empty: give what is to be searched, such as {{'lr': loguniform(1e-4, 1e-1)}}")
     check_depth(space, "space")
-    parsed = _parse(space, "")
+    parsed = _parse(with_numbers(space), "")
     if not isinstance(parsed, Nested):
         raise ValueError(f"space is a {space['kind']} itself: give it a name, such as {{'lr': {space!r}}}")  # noqa: TRY004 - one error
     if not has_domains(parsed):
@@ -88,8 +88,8 @@ def parse_space(space: Mapping[str, Any]) -> Nested:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a part of a space as it is read back from storage: a tuple becomes a list."""
-    return json.loads(json.dumps(value))
+    """Return a part of a space or config as it is read back from storage: a tuple becomes a list, numpy's numbers Python's."""
+    return json.loads(json.dumps(with_numbers(value)))
 
 
 def _parse(value: Any, place: str) -> Node:

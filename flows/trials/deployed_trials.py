@@ -18,6 +18,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions, forget_questions
+from prefect_torch.flows.sweeps.domains import as_stored
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import is_same
@@ -221,7 +222,7 @@ class DeployedTrials:
         storage = portable_storage(training.run_config, training.storage)
         parameters: dict[str, Any] = {
             "train_fn": self._function,
-            "config": training.config_of(trial),
+            "config": as_stored(training.config_of(trial)),
             "scaling": training.scaling.model_dump(mode="json"),
             "run": {**run, "name": trial.run, "resume": "auto", "takeover": True, "storage": storage},
             "checkpoint": training.checkpoint.model_dump(mode="json"),

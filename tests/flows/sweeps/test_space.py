@@ -64,6 +64,14 @@ def test_a_config_that_json_cannot_hold_is_refused_with_its_name():
         define("my:fn", {"lr": uniform(0, 1)}, {"epochs": 9, "data": {"path": Path("data")}}, SearchConfig(metric="loss"))
 
 
+def test_numbers_of_numpy_are_numbers_anywhere_in_a_space_and_a_config():
+    space = {"lr": {"kind": "uniform", "low": np.float32(0), "high": 1}, "sizes": [np.int64(3), {"of": np.int64(4)}]}
+    defined = define("my:fn", space, {"epochs": np.int64(9)}, SearchConfig(metric="loss"))
+    assert defined.space == {"lr": uniform(0, 1), "sizes": [3, {"of": 4}]}
+    assert defined.config == {"epochs": 9}
+    assert parse_space(space) == parse_space(defined.space)
+
+
 NESTED = {
     "lr": loguniform(1e-4, 1e-1),
     "optimizer": choice([{"name": "adam"}, {"name": "sgd", "momentum": uniform(0, 1), "layers": randint(1, 4)}]),

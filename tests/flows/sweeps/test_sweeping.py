@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from commits import commit
 from prefect.client.orchestration import get_client
@@ -506,13 +507,13 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
 
 
 def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_goes_on_as_a_list(run):
-    space = {"nested": {"x": grid([1])}, "betas": (0.9, 0.99)}
-    config, asked = {"nested": {"x": 9, "y": 5}, "z": 7}, SearchConfig(metric="loss", num_trials=1)
+    space = {"nested": {"x": grid([1])}, "betas": (np.float64(0.9), 0.99), "width": np.int64(8)}
+    config, asked = {"nested": {"x": 9, "y": np.int64(5)}, "z": 7}, SearchConfig(metric="loss", num_trials=1)
     space["rate"] = math.nan
     for _ in range(2):
         result = sweep("sweep_trainings:return_nested", space, config, asked, run=run)
         assert math.isnan(result.best.config.pop("rate"))
-        assert result.best.config == {"nested": {"x": 1, "y": 5}, "z": 7, "betas": [0.9, 0.99]}
+        assert result.best.config == {"nested": {"x": 1, "y": 5}, "z": 7, "betas": [0.9, 0.99], "width": 8}
         assert result.best.metrics == {"loss": 6}
 
 
