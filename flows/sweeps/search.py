@@ -234,7 +234,7 @@ class Search:
         """Add a trial that has paused or ended to the study."""
         if trial.is_cloned:  # its values are not those of the config that was suggested
             return
-        known = (it for it in trial.reports if _is_told(it.value) and not math.isnan(it.time))
+        known = (it for it in trial.reports if _is_told(it.value) and it.time >= 0)  # Optuna refuses a negative step
         on_the_way = tuple({int(it.time): it.value * self._sign for it in known}.items())
         if state in ("paused", "stopped"):
             self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))

@@ -95,8 +95,8 @@ class PopulationBased(ResumesAll):
         return self._next(trial) if trial.milestone is None else trial.milestone
 
     def _next(self, trial: TrialRecord) -> float:
-        """Return the end of the interval after a trial's newest report."""
-        time = trial.reports[-1].time if trial.reports else 0.0
+        """Return the end of the interval after a trial's newest report with a finite time."""
+        time = next((report.time for report in reversed(trial.reports) if not math.isnan(report.time)), 0.0)
         return (math.floor(time / self.interval + 1e-9) + 1) * self.interval
 
 

@@ -652,6 +652,22 @@ def test_a_sampler_sees_no_infinitely_good_value(loss, state):
     assert [it.state.name for it in search._study._study.trials] == [state]
 
 
+@pytest.mark.parametrize(
+    ("epoch", "changes"),
+    [
+        (math.inf, {"scheduler": "pbt", "perturbation_interval": 2}),
+        (-1.0, {"scheduler": "median", "stop": {"step": 1}}),
+    ],
+)
+def test_a_time_that_is_infinite_or_negative_ends_no_sweep(epoch, changes):
+    config = configured(time_attr="epoch", num_trials=2, **changes)
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+    for number in range(2):
+        search.next_trial()
+        search.decide(number, DecisionRequest(0, 1, 1, {"loss": 1.0, "epoch": epoch}, "a-checkpoint"))
+    assert {trial.state for trial in search.trials.values()} <= {"running", "paused", "completed"}
+
+
 def test_another_report_of_a_step_without_a_checkpoint_is_decided_on_and_a_repeated_question_is_not():
     entries = []
     config = configured(scheduler="median", stop={"acc": 0.9})
