@@ -7,11 +7,13 @@ from typing import Any
 from uuid import UUID
 
 import anyio
+import httpx
 from prefect.cli.flow_run import execute
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import Abort, Pause
+from prefect.exceptions import Abort, ObjectNotFound, Pause
 from prefect.runner._process_manager import ProcessManager
+from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Crashed
 from prefect.utilities.engine import propose_state_sync
 
@@ -28,7 +30,13 @@ def execute_gracefully(flow_run_id: UUID) -> int:
 
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
     "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.
+
+    Raises:
+        FileNotFoundError: If the API does not know the flow run.
+        ConnectionError: If the API does not answer.
+
     """
+    _look_up(flow_run_id)
     behavior = os.environ.get(BEHAVIOR, "").lower()
     # The one of the three that proposes no state: a state may be proposed only after the process has exited.
     os.environ[BEHAVIOR] = "relinquish"
@@ -43,6 +51,18 @@ def execute_gracefully(flow_run_id: UUID) -> int:
         return exit_code
     _propose(flow_run_id, Crashed(message="Ended by SIGTERM.") if behavior == "crash" else AwaitingRetry())
     return 0
+
+
+def _look_up(flow_run_id: UUID) -> None:
+    """Raise for a flow run that cannot be read, of which Prefect's command says so in a traceback."""
+    api = PREFECT_API_URL.value() or "the server of this machine"
+    try:
+        with get_client(sync_client=True) as client:
+            client.read_flow_run(flow_run_id)
+    except ObjectNotFound as exc:
+        raise FileNotFoundError(f"{api} has no flow run {flow_run_id}: set PREFECT_API_URL to the API that has it") from exc
+    except (httpx.HTTPError, RuntimeError) as exc:
+        raise ConnectionError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
 
 
 def _wait_instead_of_kill() -> set[UUID]:

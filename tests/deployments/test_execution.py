@@ -4,9 +4,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
-from forked_programs import Popen
+from forked_programs import Popen, run_program
 from prefect.client.orchestration import get_client
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -15,6 +16,7 @@ from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import FailureConfig, RunConfig
 
 SUPPORT = Path(__file__).parents[1] / "support"
+SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
 LONG_S = 4.0  # than the second after which Prefect kills in hurried_execute
 
 
@@ -60,6 +62,23 @@ def container(prefect_server, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("api", "said"), [(None, "has no flow run {}: set PREFECT_API_URL to"), ("http://127.0.0.1:1/api", "does not answer: ")]
+)
+def test_a_flow_run_that_cannot_be_read_is_one_sentence(prefect_server, api, said):
+    api, flow_run_id = api or prefect_server.api, str(uuid4())
+    done = run_program(
+        [SCRIPT, "execute", flow_run_id],
+        env={**os.environ, "PREFECT_API_URL": api},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"prefect-torch: {api} {said.format(flow_run_id)}")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_prefects_own_command_kills_a_flow_that_still_checkpoints(container):
     """The fault is real: once Prefect waits for as long as one says, ours can go."""
     container.terminate_when_training(container.start("reschedule", "prefect", "flow-run", "execute"))

@@ -49,7 +49,8 @@ def logs(storage: str, run: str, attempt: int | None, evaluation: str | None, ch
         say_as_logged(line)
         count += 1
     if not count:
-        note(f"Prefect has no log lines of flow run {flow_run_id}")
+        of_rank = "" if rank is None else f"rank {rank} in "
+        note(f"Prefect has no log lines of {of_rank}flow run {flow_run_id}")
     return 0 if count else 1
 
 

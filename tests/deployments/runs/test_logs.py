@@ -93,10 +93,7 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-2:] == ["01:00:02 rank-0: zero:", "  at  x"]
     assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
-    assert (code, err) == (
-        1,
-        f"prefect-torch: Prefect has no log lines of flow run {flow_run_id}\n".removeprefix("prefect-torch: "),
-    )
+    assert (code, err) == (1, f"Prefect has no log lines of rank 5 in flow run {flow_run_id}\n")
 
 
 def test_an_unknown_flow_run_is_one_sentence(local, command, tmp_path, prefect_server):
