@@ -21,7 +21,15 @@ from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import flow_run_page, link_text, plain_text, seconds_of, show_number, show_time
+from prefect_torch.flows.monitoring.text import (
+    flow_run_page,
+    link_text,
+    plain_text,
+    seconds_of,
+    shorten,
+    show_number,
+    show_time,
+)
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
@@ -31,6 +39,7 @@ from .live_artifact import add_version, artifact_key
 
 _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
+_LONGEST_NAME, _LONGEST_METRIC = 60, 30  # characters: longer ones push the columns of all runs below the UI's sidebar
 _LONGEST_S = 10.0  # for reading metrics; the rows that are left have no curve
 
 
@@ -178,12 +187,14 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
 def _cells(row: RunRow) -> Iterator[str]:
     attempt, led_by = row.status.attempt, row.status.attempt.owner.flow_run_id
     page = flow_run_page(led_by)
-    yield plain_text(row.name) if page is None else f"[{link_text(row.name)}]({page})"
+    name = shorten(row.name, _LONGEST_NAME)
+    yield plain_text(name) if page is None else f"[{link_text(name)}]({page})"
     yield row.status.state
     yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
     is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None
     which = "" if is_scored else " (last)"  # whether a low or a high value is better is unknown
-    yield "" if row.best is None else f"{plain_text(row.metric or '')} {show_number(row.best)}{which}"
+    metric = plain_text(shorten(row.metric or "", _LONGEST_METRIC))
+    yield "" if row.best is None else f"{metric} {show_number(row.best)}{which}"
     picture = draw_sparkline(row.points)
     yield "" if picture is None else f"![{plain_text(row.metric or 'curve')}]({as_data_url(picture)})"
     yield str(attempt.number)

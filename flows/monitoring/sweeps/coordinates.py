@@ -22,7 +22,7 @@ from .view import SeenTrial
 
 MAX_PARAMETERS = 7
 _HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 76  # beside the first axis, "-0.0013917" fits
-_LABEL_HEIGHT = 11
+_LABEL_HEIGHT, _ABOVE_LINE = 11, 4
 _MAX_TRIALS = 200
 _MAX_LABELS = 8
 _FEW = 5  # numbers that are written beside their axis, instead of round ones
@@ -166,7 +166,8 @@ def _axis(scale: Scale, x: float, gap: float) -> Iterator[str]:
         yield text(x, 25, scale.note, text_anchor="middle", font_size="9")
     for position, words in scale.ticks:
         yield stroke(x - 3, _y(position), x, _y(position), opacity="0.7")
-        yield text(x - 6, _y(position) + 3, words, text_anchor="end", font_size="10", font_weight="600")
+        above = _y(position) - _ABOVE_LINE  # a line that comes from the left, at this height, would strike it out
+        yield text(x - 6, above, words, text_anchor="end", font_size="10", font_weight="600")
 
 
 def _y(position: float) -> float:

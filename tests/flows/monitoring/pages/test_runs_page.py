@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from uuid import UUID
 from xml.etree import ElementTree as ET
 
@@ -56,6 +56,14 @@ def test_runs_stand_side_by_side_the_newest_first(storage):
     ]
     pictures = re.findall(r"base64,([^)]*)\)", page)
     assert [ET.fromstring(base64.b64decode(picture)).tag for picture in pictures] == ["{http://www.w3.org/2000/svg}svg"] * 2
+
+
+def test_long_names_are_cut_so_that_every_column_has_room(storage):
+    leave_run(storage, "n" * 100, [1.0], policy=RetentionPolicy(2, "loss" * 30, "min"))
+    rows, _ = read_runs(storage)
+    page = write_runs(storage.url, [replace(row, metric="loss" * 30, best=1.0) for row in rows], 0, 0.0)
+    assert max(map(len, re.findall("n+…|(?:loss)+l?o?s?…", page))) == 60
+    assert f"| {('loss' * 8)[:29]}… 1 |" in page
 
 
 def test_a_sweep_is_a_row_with_its_trials_and_the_best_value(storage):

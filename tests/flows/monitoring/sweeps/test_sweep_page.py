@@ -206,6 +206,17 @@ def test_values_beside_an_axis_are_whole_and_lie_upon_no_other():
     assert all(float(it.get("x")) >= 7 * len(it.text) for it in texts)  # pixels of a bold digit
 
 
+def test_a_line_does_not_strike_out_the_value_to_which_it_leads():
+    trials = [SeenTrial(i, f"{i}", "completed", None, {"a": it, "b": it}, {}, i) for i, it in enumerate(["adam", "sgd"])]
+    picture = ET.fromstring(draw_coordinates(trials, "loss", "min", []))
+    levels = [
+        float(point.split(",")[1]) for line in picture.iter() if line.get("points") for point in line.get("points").split()[:2]
+    ]
+    texts = [float(it.get("y")) for it in picture.iter() if it.text in {"adam", "sgd"}]
+    assert all(min(abs(baseline - level) for level in levels) == 4 for baseline in texts)  # below it, and clear of its letters
+    assert all(min(level - baseline for level in levels if level > baseline) == 4 for baseline in texts)
+
+
 @pytest.mark.parametrize("others", [{}, {"lr": 0.1}], ids=["alone", "beside another"])
 def test_a_parameter_with_the_name_of_the_metric_has_an_axis_of_its_own(others):
     tried = [(1, 10.0), (2, 20.0)]
