@@ -52,17 +52,18 @@ def write_setup(setup: Setup, world_size: int | None, host: str | None) -> Itera
         yield from ("", "```json", _config(setup.config), "```")
 
 
-def write_use(setup: Setup, run: str) -> Iterator[str]:
-    """Yield the lines that load or pull the best checkpoint."""
-    yield from ("", "The best checkpoint in Python, for `load_state` or `as_directory`, and from a shell:", "")
+def write_use(setup: Setup, run: str, *, has_score: bool) -> Iterator[str]:
+    """Yield the lines that load or pull the best checkpoint; without a score the latest, since `pull` then knows no best."""
+    which, attribute = ("best", "best_checkpoints[0][0]") if has_score else ("latest", "checkpoint")
+    yield from ("", f"The {which} checkpoint in Python, for `load_state` or `as_directory`, and from a shell:", "")
     yield from ("```python", "from prefect_torch.flows import Result")
     yield f"result = Result.from_storage({setup.storage!r}, {run!r})"
     yield from (
-        "checkpoint = result.best_checkpoints[0][0]",  # on a line of its own: the UI shows the beginning of a long one
+        f"checkpoint = result.{attribute}",  # on a line of its own: the UI shows the beginning of a long one
         "```",
         "",
         "```console",
-        f"$ {shlex.join(['prefect-torch', 'pull', setup.storage, run, 'best', './model'])}",
+        f"$ {shlex.join(['prefect-torch', 'pull', setup.storage, run, which, './model'])}",
         "```",
     )
 

@@ -60,7 +60,7 @@ def write_summary(run: str, view: RunView, context: SummaryContext, now_s: float
     parts = (
         _head(run, view, context, now_s, spent),
         _metrics(view, context.first_metric, context.order),
-        _checkpoints(run, view, context.setup),
+        _checkpoints(run, view, context),
         _time(spent),
         _attempts(run, view, now_s),
         _log_links(context),
@@ -226,7 +226,7 @@ def _setup(view: RunView, setup: Setup | None) -> Iterator[str]:
         yield from write_setup(setup, *((None, None) if attempt is None else (attempt.world_size, attempt.owner.machine)))
 
 
-def _checkpoints(run: str, view: RunView, setup: Setup | None) -> Iterator[str]:
+def _checkpoints(run: str, view: RunView, context: SummaryContext) -> Iterator[str]:
     checkpoints = view.checkpoints
     if not checkpoints.held:
         return
@@ -234,5 +234,5 @@ def _checkpoints(run: str, view: RunView, setup: Setup | None) -> Iterator[str]:
     yield from ("## Checkpoints", "")
     total = show_bytes(checkpoints.bytes)
     yield f"{checkpoints.num} in storage, {total} in total; the newest is `{newest.id}`, step {newest.step}."
-    if setup is not None:
-        yield from write_use(setup, run)
+    if context.setup is not None:
+        yield from write_use(context.setup, run, has_score=context.first_metric is not None)

@@ -262,7 +262,8 @@ def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
     use = GpuUse(GpuSample(3, "GPU-3", "NVIDIA H200", 0.93, 2**35, 2**37), 2, 1.5)
     restart = Restart(2, UUID(int=1), "first|one")
     config = {"lr": 0.1, "sizes": (1, 2), "nan": float("nan"), "odd": object, "corpus": "/data/Übungstexte"}
-    page = page_of(view, replace(CONTEXT, setup=Setup("s3://bucket/a b", config, "8 CPUs", restart, (use,))))
+    setup = Setup("s3://bucket/a b", config, "8 CPUs", restart, (use,))
+    page = page_of(view, replace(CONTEXT, first_metric="score", setup=setup))
     assert f"Restart 2 of [first\\|one]({restart.url}), which crashed, by an automation." in page
     assert "| 3 | NVIDIA H200 | 93% | 75% | 32.0 GiB of 128.0 GiB |" in page
     assert "2 ranks led from `host`: 8 CPUs" in page
@@ -270,3 +271,7 @@ def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
     assert '"corpus": "/data/Übungstexte"' in page
     assert "\nresult = Result.from_storage('s3://bucket/a b', 'run')\ncheckpoint = result.best_checkpoints[0][0]\n" in page
     assert "$ prefect-torch pull 's3://bucket/a b' run best ./model" in page
+    unscored = page_of(view, replace(CONTEXT, setup=setup))
+    assert "The latest checkpoint in Python" in unscored
+    assert "\nresult = Result.from_storage('s3://bucket/a b', 'run')\ncheckpoint = result.checkpoint\n" in unscored
+    assert "$ prefect-torch pull 's3://bucket/a b' run latest ./model" in unscored
