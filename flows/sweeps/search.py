@@ -21,9 +21,10 @@ from prefect_torch.flows.sweeps.journal.events import (
     TrialResumed,
     TrialStarted,
 )
-from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord, score_of
+from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
+from prefect_torch.flows.sweeps.optuna_study.comparison import compared_values
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, grid_points
 from prefect_torch.flows.sweeps.schedulers.choosing import make_scheduler
@@ -35,7 +36,6 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd, judge
 from prefect_torch.flows.sweeps.trial_retention import find_excess
 
 _DEFAULT_TRIALS = 10
-_MODELS = ("tpe", "gp")  # samplers that fit a model to values
 
 
 class Search:
@@ -310,7 +310,7 @@ class Search:
         return Failures(self._sweep, self.trials, failed, has_completed=bool(self.recorded.in_state("completed")))
 
     def _start(self, number: int) -> TrialRecord:
-        suggestion = self._study.suggest(number, self._compared())
+        suggestion = self._study.suggest(number, compared_values(self.trials, self._scheduler, self._search, self._sampler))
         self.recorded.record(
             TrialStarted(
                 number,
@@ -323,24 +323,6 @@ class Search:
             )
         )
         return self.trials[number]
-
-    def _compared(self) -> dict[int, float | None]:
-        """Return the values by which the sampler compares trials, where it fits a model to them; see `Scheduler.compared`.
-
-        Optuna leaves failed trials out of a model, and gp also those that were stopped, as if nothing were known of their
-        configs: it would suggest these again and again. They count as the worst.
-        """
-        if self._sampler not in _MODELS or len(self.metrics) > 1:
-            return {}
-        is_gp = self._sampler == "gp"  # tpe tries other places by itself, and learns more from few trials that compare
-        found = dict(self._scheduler.compared(self.trials, with_behind=is_gp))
-        ended = self.recorded.in_state("completed")
-        scores = (score_of(self.trials[number], self.metrics[0], self._search.modes[0]) for number in ended - found.keys())
-        worst = max((score for score in (*found.values(), *scores) if score is not None), default=None)
-        if worst is not None:
-            left_out = self.recorded.in_state("failed") | (self.recorded.in_state("stopped") if is_gp else set())
-            found |= {it: worst for it in left_out - found.keys() if not self.trials[it].is_cloned}
-        return {number: value if value is None else value * self._sign for number, value in found.items()}
 
     def _new_run(self, number: int) -> str:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 Operation: TypeAlias = dict[str, Any]
+Compared: TypeAlias = Mapping[int, list[float] | None]  # see `study_storage`
 CONTINUES = "continues"  # the attribute of a newer observation of a trial: the trial's number
 
 
@@ -54,7 +55,7 @@ def study_storage(log: Any) -> Any:
     from optuna.trial import FrozenTrial, TrialState  # noqa: PLC0415
 
     class StudyStorage(JournalStorage):
-        compared: Mapping[int, float | None] = MappingProxyType({})
+        compared: Compared = MappingProxyType({})
         _may_wait = True  # whether a trial may have been enqueued, which each suggestion checks
 
         def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
@@ -111,15 +112,15 @@ def _without_earlier(trials: "list[FrozenTrial]") -> "list[FrozenTrial]":
     return sorted(newest.values(), key=lambda trial: trial.number)
 
 
-def _as_compared(trials: "list[FrozenTrial]", compared: Mapping[int, float | None]) -> "Iterator[FrozenTrial]":
-    """Yield the trials as a sampler sees them: those with a value to compare as complete with it."""
+def _as_compared(trials: "list[FrozenTrial]", compared: Compared) -> "Iterator[FrozenTrial]":
+    """Yield the trials as a sampler sees them: those with values to compare as complete with these."""
     from optuna.trial import TrialState  # noqa: PLC0415 - an extra
 
     for trial in trials:
         number = trial.user_attrs.get("trial")
         if number is None or number not in compared:  # the one that is being suggested has no number yet
             yield trial
-        elif (value := compared[number]) is not None:
+        elif (values := compared[number]) is not None:
             seen = copy(trial)
-            seen.state, seen.values = TrialState.COMPLETE, [value]
+            seen.state, seen.values = TrialState.COMPLETE, values
             yield seen

@@ -18,7 +18,7 @@ from prefect_torch.flows.sweeps.space import Nested, Parameters
 
 from .pruning import OptunaPruning
 from .samplers import check_sampler, imported_sampler, sampler_of
-from .storage import CONTINUES, Operation, operation_log, study_storage
+from .storage import CONTINUES, Compared, Operation, operation_log, study_storage
 
 if TYPE_CHECKING:
     import optuna
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
 _SEED_BYTES = 4
-_AT_THEIR_ENDS: Mapping[int, float | None] = MappingProxyType({})
+_AT_THEIR_ENDS: Compared = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Study:
         self._taken = len(self._log.operations)
         return new
 
-    def suggest(self, number: int, compared: Mapping[int, float | None] = _AT_THEIR_ENDS) -> Suggestion:
+    def suggest(self, number: int, compared: Compared = _AT_THEIR_ENDS) -> Suggestion:
         """Return the config of trial `number`.
 
         Args:

@@ -843,11 +843,14 @@ def test_a_model_does_not_suggest_a_config_again_and_again_that_halving_has_paus
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "gp"])
-def test_a_model_avoids_configs_of_trials_that_failed(sampler):
-    search = Search(configured(sampler=sampler), parse_space({"x": uniform(0, 1)}), 0, RecordedTrials([], [].append), "sweep")
+@pytest.mark.parametrize(("metric", "mode"), [("loss", "min"), (["loss", "size"], ["min", "max"])])
+def test_a_model_avoids_configs_of_trials_that_failed(sampler, metric, mode):
+    config = configured(sampler=sampler, metric=metric, mode=mode)
+    search = Search(config, parse_space({"x": uniform(0, 1)}), 0, RecordedTrials([], [].append), "sweep")
     while (trial := search.next_trial()) is not None:
         x = trial.config["x"]
-        end = TrialEnd("failed", "out of memory") if x > 0.6 else TrialEnd("completed", None, {"loss": abs(x - 0.2)})
+        metrics = {"loss": abs(x - 0.2), "size": -abs(x - 0.4)}
+        end = TrialEnd("failed", "out of memory") if x > 0.6 else TrialEnd("completed", None, metrics)
         search.end(trial.number, end)
     later = [it.state for it in search.trials.values() if it.number >= 12]
     assert later.count("failed") < 9
