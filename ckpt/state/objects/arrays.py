@@ -31,7 +31,7 @@ def tensor_of(value: Any, name: str) -> torch.Tensor:
     try:
         return torch.from_numpy(array if _is_shareable(array) else array.copy())
     except (TypeError, ValueError) as exc:
-        raise ValueError(f"no tensor has the dtype {array.dtype} of {name!r}: give a list, or another dtype") from exc
+        raise ValueError(f"no tensor has the dtype {array.dtype} of {name!r}: give its tolist(), or another dtype") from exc
 
 
 def memory_of_array(array: Any) -> torch.Tensor | None:

@@ -145,7 +145,7 @@ def test_an_array_that_does_not_fit_is_refused_before_anything_changes(store, ta
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (np.array(["a"]), "no tensor has the dtype <U1 of 'it': give a list, or another dtype"),
+        (np.array(["a"]), r"no tensor has the dtype <U1 of 'it': give its tolist\(\), or another dtype"),
         (np.array([None]), "no tensor has the dtype object of 'it'"),
         (np.datetime64("2020-01-01"), r"no tensor has the dtype datetime64\[D\] of 'it'"),
         (np.arange(3, dtype=">i4"), "no tensor has the dtype >i4 of 'it'"),
@@ -156,6 +156,14 @@ def test_what_no_tensor_can_hold_is_refused_by_name(store, value, message):
     (error,) = Attempt(store).run(lambda session, _: session.report({}, state={"it": value}))
     with pytest.raises(ValueError, match=message):
         raise error
+
+
+@pytest.mark.parametrize(
+    "value", [np.str_("a"), np.array(["a", "b"]), np.array([1, "a"], dtype=object), np.zeros(2, [("a", "i4"), ("b", "U1")])]
+)
+def test_the_list_of_what_no_tensor_can_hold_is_stored(store, value):
+    report(store, lambda _: {"it": value.tolist()})
+    assert load(store, {"it": None})["it"] == value.tolist()
 
 
 def test_arrays_and_tensors_take_each_others_place(store):
