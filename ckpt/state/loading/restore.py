@@ -84,7 +84,7 @@ class _Restore:
             return self._restore_array(target, node, path)
         elif is_stateful(target) or is_generator(target):
             self._restore_object(target, node, path)
-        elif plan.is_one_value(node) or is_plain(target):
+        elif plan.is_one_value(node) or _is_replaceable(target):
             if isinstance(target, (Mapping, list)):
                 self._check_has_names(target, node)
             return plan.build(node, path, {})
@@ -123,7 +123,7 @@ class _Restore:
     def _check_has_names(self, target: Any, node: Node) -> None:
         """Record a problem if the names in `target`, a container, are not in the one value that is stored there."""
         name = self._plan.own_name(node)
-        if name is not None and not is_plain(target) and not _has_names(target, self._plan.value_now(name)):
+        if name is not None and not _is_replaceable(target) and not _has_names(target, self._plan.value_now(name)):
             self._plan.problems.append(
                 f"{name!r} is one value in the checkpoint, without the items of the {type(target).__name__} to load into"
             )
@@ -247,9 +247,16 @@ def _places(module: torch.nn.Module) -> list[Place]:
     return [place_of(tensor) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
 
 
+def _is_replaceable(target: Any) -> bool:
+    """Return whether `target` has nothing to load into: it is plain, a scalar of NumPy, or a list of these."""
+    if isinstance(target, list):
+        return all(not isinstance(item, Mapping) and _is_replaceable(item) for item in target)
+    return is_plain(target) or array_kind(target) == "scalar"
+
+
 def _has_names(target: Any, value: Any) -> bool:
     """Return whether `value` has all items of `target`."""
-    if is_plain(target) or array_kind(target) == "scalar":
+    if _is_replaceable(target):
         return True
     if isinstance(target, Mapping):
         return isinstance(value, Mapping) and all(key in value and _has_names(item, value[key]) for key, item in target.items())

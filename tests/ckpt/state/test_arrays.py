@@ -1,5 +1,6 @@
 """NumPy's arrays and scalars in a state come back as what they were: their type, dtype, shape and bytes."""
 
+import copy
 import json
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, RankLocal, StateMismatchError
 from ranks import Attempt
+from states import check_equal
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
@@ -164,6 +166,14 @@ def test_what_no_tensor_can_hold_is_refused_by_name(store, value, message):
 def test_the_list_of_what_no_tensor_can_hold_is_stored(store, value):
     report(store, lambda _: {"it": value.tolist()})
     assert load(store, {"it": None})["it"] == value.tolist()
+
+
+@pytest.mark.parametrize("reported", [[], [np.float64(1)], [np.float64(1)] * 3, {"a": np.zeros(2)}, [{"a": np.float32(1)}]])
+@pytest.mark.parametrize("target", [[np.float64(9)] * 2, [np.float64(9), [np.float32(9)]], np.float64(9)])
+def test_scalars_are_replaced_by_whatever_is_stored_as_numbers_of_python_are(store, reported, target):
+    """As by a training that goes back to a checkpoint within its process, with a list of losses that is longer by now."""
+    report(store, lambda _: {"it": reported})
+    check_equal(load(store, {"it": copy.copy(target)}), {"it": reported})
 
 
 def test_arrays_and_tensors_take_each_others_place(store):
