@@ -1,6 +1,7 @@
 """Advice for a storage in which nothing can be created."""
 
 import errno
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,4 +28,5 @@ def unusable_storage_explained(given: object, url: str) -> Iterator[None]:
         if isinstance(exc, CheckpointError) or not (isinstance(exc, _UNUSABLE) or exc.errno == errno.EROFS):
             raise
         storage = given if isinstance(given, str) else url
-        raise type(exc)(f"{exc}; `prefect-torch doctor {storage}` tries each step that a training needs") from exc
+        check = shlex.join(["prefect-torch", "doctor", storage])
+        raise type(exc)(f"{exc}; `{check}` tries each step that a training needs") from exc

@@ -36,6 +36,7 @@ from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.tasks.prefect_api.settings import using
+from prefect_torch.tasks.training.unusable_storage import unusable_storage_explained
 from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY, free_port
 
@@ -840,6 +841,19 @@ def test_a_narrow_terminal_folds_and_cuts_nothing(local):
     words = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     assert "…" not in words
     assert all(f"{checkpoint_id} " in words for checkpoint_id in store.ids())
+
+
+def test_a_command_in_an_error_can_be_copied_though_its_storage_has_a_space(tmp_path, command):
+    storage = str(tmp_path / "my runs")
+    train(storage)
+    quoted = f"'{storage}'"
+    assert f"prefect-torch ls {quoted} lists the runs" in command("ls", storage, "none")[2]
+    assert f"prefect-torch ls {quoted} run" in command("ls", f"{storage}/run")[2]
+    with (
+        pytest.raises(NotADirectoryError, match=f"`prefect-torch doctor {quoted}` tries"),
+        unusable_storage_explained(storage, ""),
+    ):
+        raise NotADirectoryError(20, "Not a directory", storage)
 
 
 def test_numbers_are_whole_on_a_terminal_that_is_too_narrow_for_them(local):

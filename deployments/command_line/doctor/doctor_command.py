@@ -90,7 +90,7 @@ def _check_storage(text: str) -> Iterator[Finding]:
     try:
         storage = open_named_storage(text)
     except Exception as exc:  # noqa: BLE001 - any error is a finding
-        yield Finding("storage", "wrong", str(exc), "give a path, a URL, or block-type-slug/block-name")
+        yield Finding("storage", "wrong", str(exc), "correct that, or give another location")
         return
     try:
         probe = probe_storage(storage)

@@ -1,5 +1,6 @@
 """`ls`: the runs in a storage, or the checkpoints of a run."""
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -83,7 +84,7 @@ def _without_runs(opened: Storage) -> str:
     storage, _, name = opened.url.rpartition("/")
     if find_size(opened, Layout(name).run_info.removeprefix(f"{name}/")) is None:
         return f"no runs in {opened.url}"
-    return f"no runs in {opened.url}, which is run {name!r} itself: prefect-torch ls {storage} {name}"
+    return f"no runs in {opened.url}, which is run {name!r} itself: {shlex.join(['prefect-torch', 'ls', storage, name])}"
 
 
 def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:

@@ -1,5 +1,6 @@
 """Runs, checkpoints and scores that a command is given as text."""
 
+import shlex
 from dataclasses import dataclass, replace
 
 import click
@@ -23,7 +24,8 @@ def open_run(storage: str, run: str) -> CheckpointStore:
     """
     store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
     if not has_begun(store):
-        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; prefect-torch ls {storage} lists the runs")
+        listing = shlex.join(["prefect-torch", "ls", storage])
+        raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; {listing} lists the runs")
     return store
 
 
@@ -37,7 +39,8 @@ def open_training(storage: str, run: str) -> CheckpointStore:
     """
     store = open_run(storage, run)
     if is_sweep(store):
-        raise click.UsageError(f"{run} is a sweep: give one of its trials, as prefect-torch best {storage} {run} names them")
+        listing = shlex.join(["prefect-torch", "best", storage, run])
+        raise click.UsageError(f"{run} is a sweep: give one of its trials, as {listing} names them")
     return store
 
 
