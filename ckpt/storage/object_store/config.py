@@ -31,8 +31,8 @@ _CREDENTIALS_LAST = timedelta(minutes=10)
 _HINTS = {  # by a part of object_store's text
     "Unable to decode service account file": (
         "; object_store knows neither workload identity federation nor impersonation: give a service account's key, in a "
-        "GcsBucket block or by GOOGLE_APPLICATION_CREDENTIALS, or use the login of `gcloud auth application-default login` or of "
-        "the machine"
+        "GcsBucket block or by GOOGLE_APPLICATION_CREDENTIALS, or use the login of `gcloud auth application-default login` "
+        "or of the machine"
     ),
     "Account must be specified": (
         "; the URL does not name the account: give AZURE_STORAGE_ACCOUNT_NAME, or an AzureBlobStorageContainer block"
