@@ -24,6 +24,10 @@ def test_pages_are_as_their_sources_have_them(script):
         assert path.read_text() == text, f"python {SCRIPT} writes {path}"
 
 
+def test_only_names_of_ray_are_counted(script):
+    assert set(script._name_counts()) == {"same", "better", "different", "refused", "missing"}  # what `migrate-check` prints
+
+
 def test_every_test_of_a_behaviour_says_which(script):
     tests = script.TESTS.read_text().count("\ndef test_")
     assert len(script.read_behaviours(script.TESTS)) == tests >= 50

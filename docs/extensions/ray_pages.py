@@ -98,7 +98,7 @@ def with_totals(text: str) -> str:
 
 
 def _name_counts() -> Counter[str]:
-    verdicts = sorted(row.verdict for section in sections() for row in section.rows)
+    verdicts = sorted(row.verdict for section in sections() for row in section.rows if row.ray)
     return Counter(verdicts)
 
 
