@@ -74,7 +74,7 @@ def _check_path(path: Sequence[Step]) -> None:
             raise ValueError(f"{reprlib.repr(step)} is no index of a list")
 
 
-ArrayKind: TypeAlias = Literal["array", "scalar"]  # of NumPy
+ArrayKind: TypeAlias = Literal["array", "scalar", "scalars"]  # of NumPy; the last is a list
 Counts: TypeAlias = tuple[Count, ...]
 Dtype: TypeAlias = Annotated[str, _check_dtype]
 StepPath: TypeAlias = Annotated[tuple[Step, ...], _check_path]
@@ -156,7 +156,7 @@ class StateIndex:
         block_bytes: The size of a block of raw data; each block has its own digest.
         tensors: The tensors by name.
         values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
-        arrays: The names of the tensors that were NumPy arrays or scalars, with the kind of each.
+        arrays: The names of the tensors that were NumPy arrays, scalars or lists of scalars, with the kind of each.
         orders: The order of the keys in each dict whose keys `paths` yields in a different order.
 
     """

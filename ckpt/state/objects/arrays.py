@@ -6,18 +6,27 @@ from typing import Any
 import torch
 from prefect_torch.ckpt.state.index import ArrayKind
 
+_LONG = "gG"  # longdouble and its complex numbers
+
 
 def array_kind(value: object) -> ArrayKind | None:
-    """Return whether `value` is an array or a scalar of NumPy; None for all else. NumPy is not imported for that."""
+    """Return whether `value` is an array, a scalar or a list of scalars of NumPy; None for all else. NumPy is not imported.
+
+    The scalars of such a list, as a history of means, are numbers of one type. Each by itself would be an entry of 2 KB.
+    """
     numpy = sys.modules.get("numpy")
     array, scalar = getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)  # none yet while a thread imports it
-    if array is None or scalar is None or not isinstance(value, (array, scalar)):
+    if array is None or scalar is None:
         return None
-    return "array" if isinstance(value, array) else "scalar"
+    if isinstance(value, array):
+        return "array"
+    if isinstance(value, scalar):
+        return "scalar"
+    return "scalars" if type(value) is list and value and isinstance(value[0], scalar) and _are_numbers(value) else None
 
 
 def tensor_of(value: Any, name: str) -> torch.Tensor:
-    """Return a tensor with the dtype, shape and values of an array or a scalar; it shares an array's memory where it can.
+    """Return a tensor with the dtype, shape and values of what has an `array_kind`; it shares an array's memory where it can.
 
     Raises:
         ValueError: Naming it, if no tensor has its dtype, or it is of a subclass with more than values.
@@ -40,9 +49,15 @@ def memory_of_array(array: Any) -> torch.Tensor | None:
 
 
 def as_array(value: torch.Tensor, kind: ArrayKind) -> Any:
-    """Return the array or the scalar that `tensor_of` made a tensor of."""
+    """Return the array, the scalar or the list of scalars that `tensor_of` made a tensor of."""
     array = value.numpy()
-    return array if kind == "array" else array[()]
+    return array if kind == "array" else array[()] if kind == "scalar" else list(array)
+
+
+def _are_numbers(scalars: list[Any]) -> bool:
+    """Return whether NumPy's scalars have one type, a number's that a tensor can have."""
+    dtype = scalars[0].dtype
+    return dtype.kind in "biufc" and dtype.char not in _LONG and all(type(it) is type(scalars[0]) for it in scalars)
 
 
 def _is_shareable(array: Any) -> bool:

@@ -39,7 +39,7 @@ class Leaf:
         value: The tensor or plain value itself; for a NumPy array or scalar, a tensor of its values.
         of_model: Whether it belongs to a module or an optimizer, whose tensors are equal on all ranks or sharded.
         by_first: Whether rank 0's copy is stored.
-        array: Whether it is a NumPy array or scalar; None if it is neither.
+        array: Whether it is a NumPy array, a scalar or a list of scalars; None if it is none.
 
     """
 

@@ -56,6 +56,24 @@ def test_every_dtype_comes_back_into_nothing_and_into_the_memory_of_an_array(sto
     check_same(targets["large"], large)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_list_of_scalars_is_one_tensor(store, dtype):
+    """As a history of means; a list of several types is stored item by item."""
+    short, long = (list((np.arange(count) % 100).astype(dtype)) for count in (3, 90_000))
+    mixed = [np.float32(1), np.float64(2), 3.0]
+    report(store, lambda rank: {"short": short[rank:], "long": long, "mixed": mixed}, 2)
+    for target in ([], [0.0], short, [np.float16(1), "text"], None):
+        found = load(store, {name: copy.copy(target) for name in ("short", "long", "mixed")}, 1, 2)
+        for name, expected in {"short": short[1:], "long": long, "mixed": mixed}.items():
+            assert type(found[name]) is list
+            assert [(type(it), it) for it in found[name]] == [(type(it), it) for it in expected]
+    with pytest.raises(StateMismatchError, match="'long' is one value in the checkpoint, without the items of the list"):
+        load(store, {"long": [torch.zeros(3)]}, 1, 2)
+    files = store.latest().files
+    assert not any("long." in entry.path for entry in files)
+    assert sum(entry.bytes for entry in files) < 2 * np.array(long).nbytes + 100_000
+
+
 def test_they_are_found_in_containers_and_states_of_objects(store):
     class Counter:
         def __init__(self):
