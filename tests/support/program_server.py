@@ -263,6 +263,8 @@ def _be_fresh(request: dict, control: socket.socket | None) -> None:
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, buffering=1 if os.isatty(1) or is_unbuffered else -1)  # noqa: SIM115
     if is_unbuffered:
         sys.stdout.reconfigure(write_through=True)
+    # The server's own may be a file, in which a stream knows its position.
+    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
     sys.orig_argv = request["command"]
     support = str(Path(__file__).parent)
     sys.path[:] = [entry for entry in sys.path if entry not in _own_path]
