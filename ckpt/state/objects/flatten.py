@@ -36,7 +36,7 @@ class Leaf:
     Attributes:
         name: Its path joined with dots, and "@rank<r>" where it is marked as this rank's own.
         path: Its path in the state.
-        value: The tensor or plain value itself; for a NumPy array or scalar, a tensor of its values.
+        value: The tensor or plain value itself; for an array, a scalar or a list of scalars of NumPy, a tensor of its values.
         of_model: Whether it belongs to a module or an optimizer, whose tensors are equal on all ranks or sharded.
         by_first: Whether rank 0's copy is stored.
         array: Whether it is a NumPy array, a scalar or a list of scalars; None if it is none.

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
-from prefect_torch.ckpt.files.folder import remove_metadata
+from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, remove_metadata
 from prefect_torch.ckpt.files.moves import move_all, plan_moves
 from prefect_torch.ckpt.files.selection import choose_files
 from prefect_torch.ckpt.text import show_bytes, show_count
@@ -100,8 +100,8 @@ def _pull_files(store: CheckpointStore, manifest: Manifest, include: tuple[str, 
     files = choose_files(manifest, include, None, store.path_of(manifest.id))
     total_bytes = sum(entry.bytes for entry in files)
     checkpoint = store.checkpoint(manifest)
-    _pull(target, total_bytes, lambda partial: checkpoint.to_directory(partial, include=include))
-    if not checkpoint.get_metadata():
+    placed = _pull(target, total_bytes, lambda partial: checkpoint.to_directory(partial, include=include))
+    if target / USER_METADATA_FILE not in placed:
         remove_metadata(target)
     say(f"{_named(manifest)}: {show_count(len(files), 'file')}, {show_bytes(total_bytes)}, in {target}")
 
@@ -116,8 +116,8 @@ def _named(manifest: Manifest) -> str:
     return f"{manifest.id}, step {manifest.step}"
 
 
-def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary directory, and move its files into `target` at the end."""
+def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> list[Path]:
+    """Call `write` with a temporary directory, move its files into `target` at the end, and return their places there."""
     target.mkdir(parents=True, exist_ok=True)
     partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # inside the target, so that a rename is enough
     left = "nothing was pulled"
@@ -126,6 +126,7 @@ def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> No
         moves = plan_moves(partial, target)
         left = f"some of the files may be in {target}: pull again with --force"
         move_all(moves)
+        return [place for _, place in moves]
     except KeyboardInterrupt:
         shutil.rmtree(partial, ignore_errors=True)
         note(f"prefect-torch: interrupted; {left}")
