@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.text import show_bytes
+from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,
@@ -112,7 +112,7 @@ class TrainingProgress:
             yield f"{self._rate.newest:.0%}"
         if self._report is not None:
             yield f"step {self._report.record.step}"
-            yield f"{self._num_reports} report{'s' * (self._num_reports > 1)}"
+            yield show_count(self._num_reports, "report")
         yield show_duration(self._clock() - self._started_s)
         if self._rate is not None and self._rate.newest < 1 and (left_s := self._rate.left_s) is not None:
             yield f"{show_duration(left_s)} left"

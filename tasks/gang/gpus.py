@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
-from prefect_torch.ckpt.text import show_some
+from prefect_torch.ckpt.text import show_count, show_some
 
 from .driver_programs import ask_driver
 
@@ -164,7 +164,8 @@ class GpuAllocation:
             is_sliced = any("MIG" in gpu.name for gpu in pool)
             why = " (a process sees one slice of a GPU in MIG mode)" if is_sliced else ""
             raise ValueError(
-                f"num_workers={given} with use_gpu=True needs {self._fewest} GPUs, and this machine has {len(pool)}{why}; "
+                f"num_workers={given} with use_gpu=True needs {show_count(self._fewest, 'GPU')}, "
+                f"and this machine has {len(pool)}{why}; "
                 "lower num_workers or give use_gpu=False"
             )
 
@@ -187,7 +188,9 @@ class GpuAllocation:
         remind_s = -math.inf
         while (users := self._try()) is not None:
             raise_if_requested()
-            in_use = f"{self._fewest} free GPUs are needed, and of {len(self._gpus())} these are in use: {show_some(users)}"
+            in_use = (
+                f"needs {show_count(self._fewest, 'free GPU')}, and of {len(self._gpus())} these are in use: {show_some(users)}"
+            )
             now_s = time.monotonic()
             if self._wait_s is not None and now_s - started_s >= self._wait_s:
                 raise GpusBusyError(

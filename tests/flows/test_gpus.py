@@ -95,7 +95,7 @@ def test_ranks_of_another_machine_have_its_gpus_and_no_others(run):
 
 def test_trainings_and_evaluations_of_one_machine_never_share_a_gpu(other, run, tmp_path):
     process, until = other
-    with pytest.raises(GpusBusyError, match=rf"2 free GPUs are needed.*GPU 0 by flow run .* \(process {process.pid}\)"):
+    with pytest.raises(GpusBusyError, match=rf"needs 2 free GPUs.*GPU 0 by flow run .* \(process {process.pid}\)"):
         train("gpu_trainings:tell_gpu", {}, BOTH, run)
     told = train("gpu_trainings:tell_gpu", {"fail": True}, ONE, run, failure=FailureConfig(max_failures=1)).return_value
     assert [rank["visible"] for rank in told["ranks"]] == ["1"]

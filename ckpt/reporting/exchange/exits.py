@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
+from prefect_torch.ckpt.text import show_count
+
 from .key_value import KeyValue
 
 ExitStatus: TypeAlias = Literal["returned", "failed", "died"]
@@ -36,7 +38,7 @@ class RankExit:
 
     def __str__(self) -> str:
         """Return the exit in one line."""
-        after = "" if self.reports is None else f" after {self.reports} report{'' if self.reports == 1 else 's'}"
+        after = "" if self.reports is None else f" after {show_count(self.reports, 'report')}"
         return f"rank {self.rank} {self.status}{after}{f' ({self.detail})' if self.detail else ''}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_torch.ckpt.text import show_bytes, show_some
+from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 
 from .findings import Finding, Status
 from .machine_checks import DOCKERS_SHM_BYTES
@@ -76,7 +76,7 @@ def _finding(machine: "InspectedMachine", versions: str, storage: str | None, *,
     facts = [
         versions + (f", nccl {report['nccl']}" if report["nccl"] else ""),
         f"room for {machine.slots}",
-        f"{len(gpus)} GPUs ({', '.join(dict.fromkeys(gpus))})" if gpus else "no GPU",
+        f"{show_count(len(gpus), 'GPU')} ({', '.join(dict.fromkeys(gpus))})" if gpus else "no GPU",
         "no /dev/shm" if memory is None else f"{show_bytes(memory)} free in /dev/shm",
         f"clock {machine.clock_ahead_s:+.2f} s",
         *([] if storage is None or report["storage"] else ["sees the storage"]),

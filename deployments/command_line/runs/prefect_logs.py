@@ -47,7 +47,7 @@ def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], 
     for line in read_pages(client.read_logs, log_filter=wanted, sort=LogSort.TIMESTAMP_ASC):
         name = names.get(line.task_run_id, "task run") if line.task_run_id is not None else "flow"
         if rank is None or _is_of(rank, name, line.message):
-            yield f"{line.timestamp:%H:%M:%S} {name}: {line.message}"
+            yield f"{line.timestamp:%Y-%m-%d %H:%M:%S} {name}: {line.message}"
 
 
 def _is_of(rank: int, task_run: str, message: str) -> bool:

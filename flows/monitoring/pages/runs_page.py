@@ -190,7 +190,7 @@ def _cells(row: RunRow) -> Iterator[str]:
     name = shorten(row.name, _LONGEST_NAME)
     yield plain_text(name) if page is None else f"[{link_text(name)}]({page})"
     yield row.status.state
-    yield f"{row.num_trials} trials" if row.num_trials is not None else "" if row.step is None else str(row.step)
+    yield show_count(row.num_trials, "trial") if row.num_trials is not None else "" if row.step is None else str(row.step)
     is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None
     which = "" if is_scored else " (last)"  # whether a low or a high value is better is unknown
     metric = plain_text(shorten(row.metric or "", _LONGEST_METRIC))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.console import interactive_console, live_display
 from prefect_torch.flows.monitoring.text import show_duration, show_number
 from rich.console import Console, Group, RenderableType
@@ -59,10 +60,10 @@ class TrialTable:
 
     def _head(self, view: SweepView) -> Text:
         trials = view.trials()
-        of = "" if self._num_trials is None else f" of {self._num_trials}"
+        so_far = show_count(len(trials), "trial") if self._num_trials is None else f"{len(trials)} of {self._num_trials} trials"
         states = ", ".join(f"{count} {state}" for state, count in count_states(trials))
         passed = show_duration(time.monotonic() - self._started_s)
-        words = f"  {len(trials)}{of} trials: {states}  {passed}"
+        words = f"  {so_far}: {states}  {passed}"
         return Text.assemble((view.run.name, "bold"), words, no_wrap=True, overflow="ellipsis")
 
 

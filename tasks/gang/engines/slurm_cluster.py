@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
@@ -162,7 +163,7 @@ def _nodes_of_job(wanted: MachineRequest, slots: int, in_job: int) -> str:
     there = in_job - len(wanted.avoid)
     if there < math.ceil(wanted.fewest / slots):
         raise NotEnoughMachinesError(
-            f"{wanted.fewest} ranks wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
+            f"{show_count(wanted.fewest, 'rank')} wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
             f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost; give "
             "num_workers=(fewest, most), or the job more machines"
         )

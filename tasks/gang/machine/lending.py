@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -244,7 +245,8 @@ def _remedy(wanted: MachineRequest) -> str:
 
 
 def _ranks(wanted: MachineRequest) -> str:
-    return f"{wanted.fewest} ranks" if wanted.fewest == wanted.most else f"at least {wanted.fewest} ranks"
+    at_least = "" if wanted.fewest == wanted.most else "at least "
+    return at_least + show_count(wanted.fewest, "rank")
 
 
 def _sleep(seconds: float, raise_if_requested: Callable[[], None]) -> None:

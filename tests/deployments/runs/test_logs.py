@@ -87,10 +87,11 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         ])  # fmt: skip
     code, out, err = command("logs", local, "run")
     assert (code, err) == (0, "")
-    node = "01:00:01 node-0: ranks 4-6: rank 4: four"
-    assert f"01:00:00 flow: begins\n{node}\n01:00:02 rank-0: zero:\n  at  x\n01:00:03 rank-1: one\n" in out
-    assert out.endswith("01:04:13 rank-1: line 249\n")
-    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-2:] == ["01:00:02 rank-0: zero:", "  at  x"]
+    node = "2030-01-01 01:00:01 node-0: ranks 4-6: rank 4: four"
+    of_ranks = "2030-01-01 01:00:02 rank-0: zero:\n  at  x\n2030-01-01 01:00:03 rank-1: one\n"
+    assert f"2030-01-01 01:00:00 flow: begins\n{node}\n{of_ranks}" in out
+    assert out.endswith("2030-01-01 01:04:13 rank-1: line 249\n")
+    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-2:] == ["2030-01-01 01:00:02 rank-0: zero:", "  at  x"]
     assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
     assert (code, err) == (1, f"Prefect has no log lines of rank 5 in flow run {flow_run_id}\n")

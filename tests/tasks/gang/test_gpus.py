@@ -134,7 +134,7 @@ def test_the_variable_is_that_of_the_kind_of_gpu(kind, is_rocm, variable, monkey
 def test_what_is_free_is_enough_from_the_fewest_on_and_more_are_taken_when_they_are_free(machine):
     other, range_of = allocation(2), GpuAllocation(5, 0.0, "this one", fewest=2)
     take(other)
-    with pytest.raises(GpusBusyError, match=r"^2 free GPUs are needed, and of 3 these are in use: GPU 0 .*, GPU 1 "):
+    with pytest.raises(GpusBusyError, match=r"^needs 2 free GPUs, and of 3 these are in use: GPU 0 .*, GPU 1 "):
         take(range_of)
     assert range_of.locks == ()
     other.keep(1)
@@ -155,7 +155,7 @@ def test_two_trainings_take_different_gpus_and_a_third_is_refused(machine):
     assert take(second) == {"FAKEGPU_VISIBLE_DEVICES": "1,2"}
     user = re.escape(f"by this one (process {os.getpid()})")
     with pytest.raises(
-        GpusBusyError, match=f"1 free GPUs are needed, and of 3 these are in use: GPU 0 {user}, GPU 1 {user}"
+        GpusBusyError, match=f"needs 1 free GPU, and of 3 these are in use: GPU 0 {user}, GPU 1 {user}"
     ) as refused:
         take(third)
     arrived = pickle.loads(pickle.dumps(refused.value))
@@ -246,7 +246,7 @@ def test_too_few_free_gpus_are_left_to_others_while_a_training_waits_for_them(ma
     waiting.take(look)
     assert len(rounds) == 3
     users = f"GPU 0 by this one (process {os.getpid()})"
-    assert gpus_log == [f"waiting for GPUs: 3 free GPUs are needed, and of 3 these are in use: {users}"]
+    assert gpus_log == [f"waiting for GPUs: needs 3 free GPUs, and of 3 these are in use: {users}"]
     assert waiting.environment == {"FAKEGPU_VISIBLE_DEVICES": "0,1,2"}
     waiting.release()
 
