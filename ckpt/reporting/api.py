@@ -86,10 +86,10 @@ def report(
             themselves, since the tensors of their `state_dict()` would be compared. Give averages of weights as a module
             (`AveragedModel`), not as a dict. Gradients are not stored: report after an optimizer step. `Checkpoint.load_state`
             restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside it.
-        step: The same number on every rank, growing from checkpoint to checkpoint; None means the step after that of the
-            previous report, or of the restored checkpoint; the first is 0. When the step of the newest checkpoint is reported
-            again, such as at the end of a training that has just reported, the metrics are recorded and that checkpoint stays,
-            with a warning.
+        step: The same number below 10^18 on every rank, growing from checkpoint to checkpoint; None means the step after that
+            of the previous report, or of the restored checkpoint; the first is 0. When the step of the newest checkpoint is
+            reported again, such as at the end of a training that has just reported, the metrics are recorded and that
+            checkpoint stays, with a warning.
         progress: The share of the training that is done, from 0 to 1.
         upload: "sync" (the default without a state) returns when the checkpoint is durable. "async" (the default with a
             state) adopts the directory's files, returns immediately and commits in the background. For directories,

@@ -15,9 +15,12 @@ from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, seal, unseal
 
 _WHAT = "a manifest"
-MAX_STEP = 10**8 - 1
+MAX_STEP = 10**18 - 1
 MAX_ATTEMPT = 10**6 - 1
-_ID = re.compile(r"(?P<attempt>[0-9]{6})-(?P<step>[0-9]{8})-[0-9a-f]{8}")
+_STEP_DIGITS = 8
+_LENGTHS = "abcdefghij"  # before a longer step, so that it sorts after all shorter ones: "a" for 9 digits, "b" for 10
+_LONGER = (f"{letter}[1-9][0-9]{{{_STEP_DIGITS + place}}}" for place, letter in enumerate(_LENGTHS))
+_ID = re.compile(rf"[0-9]{{6}}-(?:[0-9]{{{_STEP_DIGITS}}}|{'|'.join(_LONGER)})-[0-9a-f]{{8}}")
 _MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyond that, manifests are read each time
 
 
@@ -32,7 +35,14 @@ def new_id(attempt: int, step: int) -> str:
         raise ValueError(f"step {step} is not within 0 and {MAX_STEP}")
     if not 1 <= attempt <= MAX_ATTEMPT:
         raise ValueError(f"attempt {attempt} is not within 1 and {MAX_ATTEMPT}")
-    return f"{attempt:06d}-{step:08d}-{secrets.token_hex(4)}"
+    return f"{id_prefix(attempt, step)}{secrets.token_hex(4)}"
+
+
+def id_prefix(attempt: int, step: int) -> str:
+    """Return how the ids of an attempt's checkpoints of a step begin."""
+    number = f"{step:08d}"
+    length = "" if len(number) == _STEP_DIGITS else _LENGTHS[len(number) - _STEP_DIGITS - 1]
+    return f"{attempt:06d}-{length}{number}-"
 
 
 def is_id(text: str) -> bool:
@@ -58,7 +68,7 @@ def attempt_of(checkpoint_id: str) -> int:
 
 def step_of(checkpoint_id: str) -> int:
     """Return the step of `checkpoint_id`."""
-    return int(checkpoint_id.split("-")[1])
+    return int(checkpoint_id.split("-")[1].lstrip(_LENGTHS))
 
 
 StepNumber: TypeAlias = Annotated[int, Within(0, MAX_STEP)]
@@ -88,7 +98,7 @@ class Manifest:
     """The record of a commit, and the proof of it: sizes and digests of every file.
 
     Attributes:
-        id: `<attempt:06d>-<step:08d>-<8 hex>`; sorts by attempt, then step.
+        id: `<attempt:06d>-<step:08d>-<8 hex>`; sorts by attempt, then step. From 10^8 on, a letter is before the step.
         step: The step that the training reported.
         attempt: The attempt that wrote it, counted from 1 over the life of the run.
         metrics: Rank 0's metrics of the report, and under the name of each evaluation the metrics that it attached afterwards:

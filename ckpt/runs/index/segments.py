@@ -19,7 +19,7 @@ import xxhash
 from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.runs.bulk import all_are, are_counts, are_scalars, bytes_if_there, no_collection
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, is_id
+from prefect_torch.ckpt.runs.manifest import MAX_STEP, FileEntry, Manifest, id_prefix, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.storage.keys import check_key
@@ -155,7 +155,8 @@ def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
         and all_are({str}, ids)
         and all_are({int}, (*steps, *attempts))
         and all(map(is_id, ids))
-        and all(map(str.startswith, ids, map("%06d-%08d-".__mod__, zip(attempts, steps, strict=True))))
+        and 0 <= min(steps) <= max(steps) <= MAX_STEP
+        and all(map(str.startswith, ids, map(id_prefix, attempts, steps)))
         and min(attempts) > 0
         and are_scalars(metrics, {int, float, str, bool, type(None)})
         and are_counts(world_sizes)

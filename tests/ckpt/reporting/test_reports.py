@@ -116,7 +116,7 @@ def test_steps_count_reports_from_zero_and_on_from_the_restored_checkpoint(store
     assert store.list()[1].parent == store.list()[0].id
 
 
-@pytest.mark.parametrize("step", [True, -1, 1.5, "3", 10**8])
+@pytest.mark.parametrize("step", [True, -1, 1.5, "3", 10**18])
 def test_a_step_that_is_no_step_is_refused_before_anything_happens(store, step):
     session = Attempt(store).session()
     with pytest.raises(ValueError, match="step"):
@@ -132,6 +132,19 @@ def test_steps_of_checkpoints_grow(store, tmp_path):
         session.report({}, checkpoint, step=4)
     session.report({}, checkpoint, step=6)
     assert [manifest.step for manifest in store.list()] == [5, 6]
+
+
+def test_steps_may_count_tokens(store, tmp_path):
+    steps = [10**8 - 1, 10**8, 10**9 - 1, 10**9, 15 * 10**12]
+    checkpoint = folder(tmp_path / "c", model="x")
+    for some in (steps[:3], steps[3:]):
+        session = Attempt(store).session()
+        for step in some:
+            session.report({"tokens": step}, checkpoint, step=step)
+    assert [manifest.step for manifest in store.list()] == steps
+    assert (store.latest().step, Attempt(store).session().restored.step) == (steps[-1], steps[-1])
+    prune_as_leader(store, RetentionPolicy(2))
+    assert [manifest.step for manifest in store.list()] == steps[-2:]
 
 
 @pytest.mark.parametrize("first", ["sync", "async"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointCorruptError, FileEntry, Manifest, ReportMismatchError, UnsupportedFormatError
 from prefect_torch.ckpt.runs import manifest as manifest_module
-from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, merge_files, new_id
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, merge_files, new_id, step_of
 
 
 def make_manifest(**changes):
@@ -25,11 +25,14 @@ def make_manifest(**changes):
     return Manifest(**{**fields, **changes})
 
 
-@given(st.integers(1, 999_999), st.integers(0, 99_999_999), st.integers(1, 999_999), st.integers(0, 99_999_999))
+steps = st.integers(0, 99_999_999) | st.integers(0, 10**18 - 1) | st.sampled_from([10**8 - 1, 10**8, 10**9, 10**17])
+
+
+@given(st.integers(1, 3) | st.integers(1, 999_999), steps, st.integers(1, 3) | st.integers(1, 999_999), steps)
 def test_ids_sort_as_attempt_and_step(attempt, step, other_attempt, other_step):
     first, second = new_id(attempt, step), new_id(other_attempt, other_step)
     assert is_id(first)
-    assert attempt_of(first) == attempt
+    assert (attempt_of(first), step_of(first)) == (attempt, step)
     if (attempt, step) != (other_attempt, other_step):
         assert (first < second) == ((attempt, step) < (other_attempt, other_step))
 
@@ -38,7 +41,7 @@ def test_an_id_is_never_reused():
     assert len({new_id(1, 1) for _ in range(1000)}) == 1000
 
 
-@pytest.mark.parametrize(("attempt", "step"), [(0, 0), (1, -1), (1, 10**8), (10**6, 0)])
+@pytest.mark.parametrize(("attempt", "step"), [(0, 0), (1, -1), (1, 10**18), (10**6, 0)])
 def test_what_would_not_sort_is_no_id(attempt, step):
     with pytest.raises(ValueError, match="is not within"):
         new_id(attempt, step)

@@ -17,7 +17,7 @@ from prefect_torch.ckpt.runs.index import writer as writer_module
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_index, read_segment
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
-from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.runs.manifest import ManifestMemory, new_id
 from prefect_torch.flows import Result
 from prunes import prune_as_leader
 
@@ -110,7 +110,8 @@ def test_attached_metrics_are_seen_with_the_index(store, manifests):
     ],
 )
 def test_any_manifest_comes_back_from_the_index_as_from_its_own_object(store, manifests, changes):
-    odd = [replace(it, **changes) if number % 2 else it for number, it in enumerate(manifests)]
+    far = [replace(it, id=new_id(9, 10**it.step), step=10**it.step, attempt=9) for it in manifests[:18]]
+    odd = [replace(it, **changes) if number % 2 else it for number, it in enumerate([*manifests, *far])]
     for manifest in odd:
         store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
     one_by_one = store.list()
@@ -142,7 +143,19 @@ def test_a_segment_that_is_damaged_is_left_out_and_made_anew(store, manifests, j
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, "x"), (1, "../x"), (2, -1), (3, True), (4, [1]), (5, [["/etc/passwd", 1, "0", 0]]), (5, [[]]), (8, "now"), (10, [])],
+    [
+        (0, "x"),
+        (1, "../x"),
+        (2, -1),
+        (2, 10**30),
+        (2, -(10**30)),
+        (3, True),
+        (4, [1]),
+        (5, [["/etc/passwd", 1, "0", 0]]),
+        (5, [[]]),
+        (8, "now"),
+        (10, []),
+    ],
 )
 def test_a_row_of_another_type_is_no_manifest(store, manifests, place, value, caplog):
     """Sealed anew, as whoever can write to the storage could."""

@@ -280,7 +280,7 @@ def test_an_error_names_the_field_and_the_object(store):
     body = json.loads(store.storage.get_bytes(key))["body"]
     for changed, problem in (
         ({"files": [*body["files"], {**body["files"][0], "bytes": "many"}]}, "files/2/bytes: 'many' is not a whole number"),
-        ({"step": 10**8}, "step: 100000000 is not within 0 and 99999999"),
+        ({"step": 10**18}, f"step: {10**18} is not within 0 and {10**18 - 1}"),
         ({"created_at": "2026-11-21T00:00:00"}, "created_at: '2026-11-21T00:00:00' is not a time with its zone"),
         ({"timings": {"stall_s": None}}, "timings/stall_s: None is not a number"),
         ({"created_at": "9999-12-31T23:59:59-12:00"}, "created_at: '9999-12-31T23:59:59-12:00' is not a time with its zone"),
