@@ -23,7 +23,7 @@ from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.arguments import name_checkpoint, show_ranks
-from prefect_torch.flows.calls.short_tracebacks import large_parameters_explained
+from prefect_torch.flows.calls.parameters import check_stored, large_parameters_explained
 from prefect_torch.flows.planning import PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
@@ -72,10 +72,12 @@ def make_deployment(
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If the storage is an unsaved block, the function is not at the top level of a module or a file, or
-            `resume_from` is no committed checkpoint.
+        ValueError: If the storage is an unsaved block, the function is not at the top level of a module or a file,
+            `resume_from` is no committed checkpoint, or Prefect's API would change a value of the config.
 
     """
+    if config is not None:
+        check_stored(config)
     given = {"config": config, "scaling": scaling, "run": _with_named_block(run), "checkpoint": checkpoint, "failure": failure}
     begins_from = {} if resume_from is None else {"resume_from": name_checkpoint(resume_from)}
     function, ranks = reference_to(train_fn), show_ranks(scaling or ScalingConfig())
@@ -147,8 +149,9 @@ def deploy(
         tags: The deployment's tags.
 
     Raises:
-        ValueError: If there is no such work pool, the storage is a relative path, which would be lost with the container, or
-            containers would have Prefect's image, since neither the call nor the work pool names another one.
+        ValueError: As of `make_deployment`, or if there is no such work pool, the storage is a relative path, which would be
+            lost with the container, or containers would have Prefect's image, since neither the call nor the work pool names
+            another one.
 
     """
     pool = read_work_pool(work_pool)

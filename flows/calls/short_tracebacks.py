@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ParameterBindError, ParameterTypeError, PrefectException, PrefectHTTPStatusError
+from prefect.exceptions import ParameterBindError, ParameterTypeError
 from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import show_short
@@ -25,14 +24,12 @@ from prefect_torch.tasks.rank.tracebacks import is_defect, shorten
 from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
 from .log_filter import add_name, is_called, shorten_logs
+from .parameters import as_shown, large_parameters_explained
 from .submitted_call import terminated_with_caller
 from .unknown_arguments import explain_unbound
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
-# Pydantic's errors, the second of older versions; deeper still, Prefect meets Python's own limit.
-_TOO_DEEP = ("Maximum serialization depth exceeded", "Circular reference detected (depth exceeded)")
 
 
 class ShortTracebackFlow(Flow[P, R]):
@@ -88,7 +85,7 @@ class ShortTracebackFlow(Flow[P, R]):
                     shown.update(super().serialize_parameters({name: value}))
                 except AssertionError:  # fastapi's, where Prefect expects a TypeError: a dataclass itself is in it
                     shown[name] = f"<{type(value).__name__}>"
-            return shown
+            return {name: as_shown(value) for name, value in shown.items()}
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster.
@@ -112,33 +109,6 @@ def _with_own_hook(flow: Flow[..., Any], options: dict[str, Any]) -> dict[str, A
         and set_terminated_state not in given
     ]
     return {**options, **{kind: [set_terminated_state, *options[kind]] for kind in lost}}
-
-
-@contextmanager
-def large_parameters_explained() -> Iterator[None]:
-    """Replace the error about parameters that are too large, or nested too deeply, for Prefect by one sentence.
-
-    Raises:
-        ValueError: In place of such an error, with both sizes if it has them, and what to do.
-
-    """
-    try:
-        yield
-    except (PrefectHTTPStatusError, RuntimeError) as exc:  # RuntimeError: raised for a deployment
-        sizes = _TOO_LARGE.search(str(exc))
-        if sizes is None:
-            raise
-        raise ValueError(
-            f"the parameters have {sizes[2]} bytes, and Prefect's server takes less than {sizes[1]}: put data of the config "
-            "into a file or the storage, and its path into the config"
-        ) from None
-    except (PrefectException, ValueError) as exc:
-        if not isinstance(exc.__cause__, RecursionError) and str(exc) not in _TOO_DEEP:
-            raise
-        raise ValueError(
-            "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "
-            "path into the config"
-        ) from None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.arguments import gpus_for, machines_for
+from prefect_torch.flows.calls.parameters import as_shown
 from prefect_torch.flows.leading import lead_training, set_terminated_state
 from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
 from prefect_torch.flows.monitoring.events.observer import EventObserver
@@ -184,7 +185,8 @@ class LocalTrials:
         call, key = self._clients.call, secrets.token_hex(16)  # one key, so that a lost answer starts no second flow run
         with self._clients.used(), using(without_heartbeats):  # the trial sends its own
             # With results of its own: else a trial's result could be returned as the sweep's where the sweep raises.
-            _call_once_api_answers(running, lambda: call_for_result(call, trial, run, {"run": run, "config": config}, key))
+            parameters = {"run": run, "config": as_shown(config)}
+            _call_once_api_answers(running, lambda: call_for_result(call, trial, run, parameters, key))
 
     def _end_of(self, running: _Running) -> TrialEnd | None:
         if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):

@@ -1,5 +1,6 @@
 """Deployments in work pools of a real server."""
 
+import math
 import re
 import sys
 from datetime import timedelta
@@ -7,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import my_training
+import numpy as np
 import pytest
 from forked_programs import run_program
 from prefect.client.orchestration import get_client
@@ -97,6 +99,43 @@ def test_a_config_that_prefect_does_not_take_is_refused_in_one_sentence(client):
         deploy("large", "my_training:train_fn", large, work_pool="process-pool")
     with pytest.raises(ValueError, match=told):
         train("my_training:train_fn", large)
+
+
+CIRCLE = {"a": []}
+CIRCLE["a"].append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"clip": math.inf},
+            r"config\['clip'\] is inf, which Prefect's API does not return as it is: give text, for example, and",
+        ),
+        ({"net": {"drop": [0.1, math.nan]}}, r"config\['net'\]\['drop'\]\[1\] is nan"),
+        ({"seed": 2**64}, r"config\['seed'\] is an integer of more than 64 bits"),
+        ({"at": ({5: 0.1},)}, r"config\['at'\]\[0\] has the key 5"),
+        ({"seed": np.int64(5)}, r"config\['seed'\] is a numpy.int64"),
+        ({"circle": CIRCLE}, "a parameter is nested too deeply for Prefect, or holds itself"),
+    ],
+)
+def test_a_config_that_prefect_would_change_is_refused(config, told):
+    """Infinity became None, and a dict of numbers one of texts."""
+    with pytest.raises(ValueError, match=f"^{told}"):
+        deploy("changed", "my_training:train_fn", config, work_pool="process-pool")
+
+
+def test_a_config_is_given_to_the_function_as_json(client):
+    config = {
+        "betas": (0.9, np.float64(0.5)),
+        "seed": 2**64 - 1,
+        "data": Path("/data"),
+        "none": None,
+        "flag": True,
+        "same": [[], []],
+    }
+    found = client.read_deployment(deploy("json", "my_training:train_fn", config, work_pool="process-pool"))
+    assert found.parameters["config"] == {**config, "betas": [0.9, 0.5], "data": "/data"}
 
 
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])

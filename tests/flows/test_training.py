@@ -13,6 +13,7 @@ import torch.distributed as dist
 from forked_programs import started_as_usual
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
@@ -531,6 +532,15 @@ def test_a_configuration_may_hold_what_is_no_json(run):
     """A dataclass itself, and not an instance of it, ended the call with an AssertionError of fastapi without a word."""
     result = train(lambda config: config["kind"](num_to_keep=3).num_to_keep, {"kind": RetentionPolicy}, run=run)
     assert result.return_value == 3
+
+
+def test_a_long_seed_leaves_the_lists_of_flow_runs_readable(run):
+    """Prefect's server stores an integer beyond 64 bits, and answered each list of flow runs with an error from then on."""
+    seeds = {"seed": 2**127, "of_ranks": [{"seed": -(2**64)}, 2**64 - 1]}
+    assert train(lambda config: config, seeds, run=run).return_value == seeds
+    with get_client(sync_client=True) as client:
+        (newest,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+    assert newest.parameters["config"] == {"seed": str(2**127), "of_ranks": [{"seed": str(-(2**64))}, 2**64 - 1]}
 
 
 def test_a_configuration_for_a_function_without_arguments_is_refused_once(run):

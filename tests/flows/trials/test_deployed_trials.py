@@ -1,6 +1,7 @@
 """Trials as flow runs of a deployment that a process serves."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -331,6 +332,12 @@ def start(trials, trial):
     while not trials._running:
         trials.take_ended(0.1)
     return trials._running[trial.number][1]
+
+
+def test_a_config_that_prefect_would_change_is_refused(unserved, tmp_path):
+    trials = trials_of(Run.open(str(tmp_path), "sweep"), "train/queue-a", config={"clip": math.inf})
+    with pytest.raises(ValueError, match=r"config\['clip'\] is inf, which Prefect's API does not return as it is"):
+        trials.start(TRIAL)
 
 
 PRESENT_STARTS = {

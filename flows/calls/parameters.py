@@ -1,0 +1,103 @@
+"""The parameters of flow runs and deployments, as far as Prefect's API can hold them."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prefect.exceptions import PrefectException, PrefectHTTPStatusError
+from prefect_torch.ckpt.text import show_class
+from pydantic_core import to_jsonable_python
+
+_INTEGERS = range(-(2**63), 2**64)  # that the API returns; a larger one makes every list of flow runs with it an error
+_TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
+# The ends of Pydantic's errors, the second of older versions; deeper still, Prefect meets Python's own limit.
+_TOO_DEEP = (
+    "Maximum serialization depth exceeded",
+    "Circular reference detected (depth exceeded)",
+    "Circular reference detected (id repeated)",
+)
+
+
+def as_shown(value: Any) -> Any:
+    """Return a parameter in JSON with integers beyond 64 bits, such as long seeds, as text."""
+    shown = [value]
+    left: list[Any] = [shown]
+    while left:  # one that Prefect refuses, since it is nested too deeply, comes here first
+        container = left.pop()
+        for key, item in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
+            if isinstance(item, (dict, list, tuple)):
+                container[key] = dict(item) if isinstance(item, dict) else list(item)
+                left.append(container[key])
+            elif isinstance(item, int) and item not in _INTEGERS:
+                container[key] = str(item)
+    return shown[0]
+
+
+def check_stored(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if Prefect's API cannot hold a config, or returns another number or key than was stored.
+
+    Raises:
+        ValueError: Naming the place.
+
+    """
+    left: list[tuple[str, Any]] = [(f"config[{name!r}]", value) for name, value in config.items()]
+    seen: set[int] = set()  # of containers: one may hold itself, which Prefect refuses
+    while left:
+        place, value = left.pop()
+        problem = None
+        if isinstance(value, (Mapping, list, tuple)):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            left += [(f"{place}[{key!r}]", item) for key, item in items]
+            if isinstance(value, Mapping):
+                problem = next((f"has the key {key!r}" for key in value if not isinstance(key, str)), None)
+        elif isinstance(value, float) and not math.isfinite(value):
+            problem = f"is {value}"
+        elif isinstance(value, int):
+            problem = None if value in _INTEGERS else "is an integer of more than 64 bits"
+        elif not _is_stored(value):
+            problem = f"is a {show_class(value)}"
+        if problem is not None:
+            raise ValueError(
+                f"{place} {problem}, which Prefect's API does not return as it is: give text, for example, and convert it in "
+                "your function"
+            )
+
+
+def _is_stored(value: object) -> bool:
+    try:
+        to_jsonable_python(value)
+    except ValueError:  # PydanticSerializationError, or of bytes that are no text
+        return False
+    return True
+
+
+@contextmanager
+def large_parameters_explained() -> Iterator[None]:
+    """Replace the error about parameters that are too large, or nested too deeply, for Prefect by one sentence.
+
+    Raises:
+        ValueError: In place of such an error, with both sizes if it has them, and what to do.
+
+    """
+    try:
+        yield
+    except (PrefectHTTPStatusError, RuntimeError) as exc:  # RuntimeError: raised for a deployment
+        sizes = _TOO_LARGE.search(str(exc))
+        if sizes is None:
+            raise
+        raise ValueError(
+            f"the parameters have {sizes[2]} bytes, and Prefect's server takes less than {sizes[1]}: put data of the config "
+            "into a file or the storage, and its path into the config"
+        ) from None
+    except (PrefectException, ValueError) as exc:
+        if not isinstance(exc.__cause__, RecursionError) and not str(exc).endswith(_TOO_DEEP):
+            raise
+        raise ValueError(
+            "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "
+            "path into the config"
+        ) from None
