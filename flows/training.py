@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
+from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.result import Result, summarize
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
@@ -145,7 +146,9 @@ def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, ma
     _introduce(job)
     termination = Termination(job.failure.grace_s)
     job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
-    setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine(), Restart.of(current_flow_run()))
+    setup = Setup(
+        portable_storage(job.run_config, job.storage), as_shown(config), describe_machine(), Restart.of(current_flow_run())
+    )
     pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids))
     location = LocationObserver(job)
     try:

@@ -58,11 +58,11 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
         raise ValueError(f"metric {name!r} is an integer of {value.bit_length()} bits, and {_LARGEST_BITS} are the most")
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
-    if _has_item(value):
+    if has_item(value):
         if not read:
             return None
         try:
-            item = value.item()  # type: ignore[attr-defined]  # as `_has_item` says
+            item = value.item()  # type: ignore[attr-defined]  # as `has_item` says
         except Exception as exc:  # for example a tensor on the meta device
             raise ValueError(f"metric {name!r} is of type {type(value).__name__}, without a value: {exc}") from exc
         if item is None or isinstance(item, (bool, int, float, str)):
@@ -85,7 +85,7 @@ def _show_shape(value: Any) -> str:
     return f" with the shape {tuple(value.shape)}" if getattr(value, "ndim", 0) else ""
 
 
-def _has_item(value: object) -> bool:
+def has_item(value: object) -> bool:
     """Return whether `value` is a numpy scalar, or a 0-d array or tensor."""
     return hasattr(value, "item") and getattr(value, "ndim", None) == 0
 
@@ -173,7 +173,7 @@ def with_numbers(value: object) -> object:
         return {name: with_numbers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [with_numbers(item) for item in value]
-    return value.item() if _has_item(value) else value  # type: ignore[attr-defined]  # as `_has_item` says
+    return value.item() if has_item(value) else value  # type: ignore[attr-defined]  # as `has_item` says
 
 
 def to_json(value: object) -> object:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from prefect.exceptions import PrefectException, PrefectHTTPStatusError
-from prefect_torch.ckpt.text import show_class
+from prefect_torch.ckpt.text import encodable, show_class
+from prefect_torch.flows.monitoring.parameters import API_INTEGERS
 from pydantic_core import to_jsonable_python
 
-_INTEGERS = range(-(2**63), 2**64)  # that the API returns; a larger one makes every list of flow runs with it an error
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
 # The ends of Pydantic's errors, the second of older versions; deeper still, Prefect meets Python's own limit.
 _TOO_DEEP = (
@@ -18,21 +18,6 @@ _TOO_DEEP = (
     "Circular reference detected (depth exceeded)",
     "Circular reference detected (id repeated)",
 )
-
-
-def as_shown(value: Any) -> Any:
-    """Return a parameter in JSON with integers beyond 64 bits, such as long seeds, as text."""
-    shown = [value]
-    left: list[Any] = [shown]
-    while left:  # one that Prefect refuses, since it is nested too deeply, comes here first
-        container = left.pop()
-        for key, item in [*(container.items() if isinstance(container, dict) else enumerate(container))]:
-            if isinstance(item, (dict, list, tuple)):
-                container[key] = dict(item) if isinstance(item, dict) else list(item)
-                left.append(container[key])
-            elif isinstance(item, int) and item not in _INTEGERS:
-                container[key] = str(item)
-    return shown[0]
 
 
 def check_stored(config: Mapping[str, Any]) -> None:
@@ -58,7 +43,9 @@ def check_stored(config: Mapping[str, Any]) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}"
         elif isinstance(value, int):
-            problem = None if value in _INTEGERS else "is an integer of more than 64 bits"
+            problem = None if value in API_INTEGERS else "is an integer of more than 64 bits"
+        elif isinstance(value, str):
+            problem = None if encodable(value) == value else "has a lone surrogate or a NUL"
         elif not _is_stored(value):
             problem = f"is a {show_class(value)}"
         if problem is not None:

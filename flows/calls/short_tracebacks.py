@@ -12,6 +12,7 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError
 from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
+from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.tasks.gang.processes.fork_servers import check_interpreter
 from prefect_torch.tasks.options.run_form import plain_signature
@@ -24,7 +25,7 @@ from prefect_torch.tasks.rank.tracebacks import is_defect, shorten
 from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
 from .log_filter import add_name, is_called, shorten_logs
-from .parameters import as_shown, large_parameters_explained
+from .parameters import large_parameters_explained
 from .submitted_call import terminated_with_caller
 from .unknown_arguments import explain_unbound
 
@@ -78,14 +79,8 @@ class ShortTracebackFlow(Flow[P, R]):
                 raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None
 
         def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-            """Return the parameters as Prefect shows them; see `prefect.Flow`. A value that is no JSON is shown as its type."""
-            shown: dict[str, Any] = {}
-            for name, value in parameters.items():
-                try:
-                    shown.update(super().serialize_parameters({name: value}))
-                except AssertionError:  # fastapi's, where Prefect expects a TypeError: a dataclass itself is in it
-                    shown[name] = f"<{type(value).__name__}>"
-            return {name: as_shown(value) for name, value in shown.items()}
+            """Return the parameters as Prefect shows them; see `as_shown`."""
+            return super().serialize_parameters({name: as_shown(value) for name, value in parameters.items()})
 
         def with_options(self, **options: Any) -> "ShortTracebackFlow[P, R]":
             """Return a copy with other options; see `prefect.Flow`. A task runner of Ray or Dask names the ranks' cluster.

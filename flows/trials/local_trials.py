@@ -13,7 +13,6 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.arguments import gpus_for, machines_for
-from prefect_torch.flows.calls.parameters import as_shown
 from prefect_torch.flows.leading import lead_training, set_terminated_state
 from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
 from prefect_torch.flows.monitoring.events.observer import EventObserver
@@ -21,6 +20,7 @@ from prefect_torch.flows.monitoring.messages import portable_storage
 from prefect_torch.flows.monitoring.pages.machine import GpuMonitor, describe_machine
 from prefect_torch.flows.monitoring.pages.observer import PageObserver
 from prefect_torch.flows.monitoring.pages.setup import Setup
+from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.sweeps.trial_message import TrialMessageObserver
 from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState

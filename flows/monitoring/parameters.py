@@ -1,0 +1,81 @@
+"""The parameters of a call, as Prefect and a training's pages show them: a person reads them, and nothing is made of them."""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+from prefect_torch.ckpt.runs.metrics import has_item
+from prefect_torch.ckpt.text import encodable, in_partials, show_class
+from pydantic import BaseModel
+
+API_INTEGERS = range(-(2**63), 2**64)  # those that Prefect's API returns; another makes each list with it an error
+_ENCODED = (BaseModel, PurePath, date, time, timedelta, UUID, Decimal)  # by Prefect
+_WRITTEN = {"complex", "range", "torch.device", "torch.dtype"}
+_MOST_LEVELS = 100
+_MOST_BITS = 4096  # that are shown as a decimal number: Python refuses far longer ones
+
+
+def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """Return `value` as what JSON and Prefect's API can hold: a function as "module:function", an object as "<its class>".
+
+    Nothing is asked for its items but dicts, lists, tuples, sets and dataclasses: a dataset would read all of its samples.
+
+    Args:
+        value: The value.
+        above: The ids of the containers around it; one that holds itself is shown as its class.
+
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, (bool, *_ENCODED)):
+        return value
+    if isinstance(value, (str, int, float)):
+        return _plain(value)
+    if id(value) not in above and len(above) < _MOST_LEVELS:
+        inside = (*above, id(value))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return [as_shown(item, inside) for item in value]
+        if (items := _items(value)) is not None:
+            return {str(as_shown(name)): as_shown(item, inside) for name, item in items.items()}
+    return _by_name(value)
+
+
+def _plain(value: str | float) -> str | float:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if value in API_INTEGERS:
+        return int(value)
+    return str(value) if value.bit_length() <= _MOST_BITS else hex(value)
+
+
+def _items(value: Any) -> Mapping[Any, Any] | None:
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return vars(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    return None
+
+
+def _by_name(value: Any) -> Any:
+    function = in_partials(value)
+    if (name := getattr(function, "__qualname__", None)) is not None:
+        return encodable(f"{getattr(function, '__module__', None)}:{name}")
+    if has_item(value):
+        with suppress(Exception):  # for example a tensor on the meta device
+            if isinstance(item := value.item(), (bool, int, float, str)):
+                return as_shown(item)
+    kind = show_class(value)
+    return str(value) if kind in _WRITTEN else f"<{kind}>"

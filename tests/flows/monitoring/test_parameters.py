@@ -1,0 +1,96 @@
+"""What a person sees of the parameters of a call, whatever they are."""
+
+import enum
+import json
+import math
+import pickle
+from argparse import Namespace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.flows import ScalingConfig, train
+from prefect_torch.flows.monitoring.parameters import as_shown
+
+CIRCLE = {"a": [1]}
+CIRCLE["a"].append(CIRCLE)
+DEEP = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A dataset whose samples `dict` takes for pairs of keys and values."""
+
+    def __getitem__(self, index):
+        raise AssertionError("a sample is read")
+
+
+class Loss(enum.Enum):
+    L1 = "l1"
+    OBJECT = object()
+
+
+def function():
+    pass
+
+
+SHOWN = [
+    (2**64 - 1, 2**64 - 1),
+    (2**64, str(2**64)),
+    (-(2**63) - 1, str(-(2**63) - 1)),
+    (10**5000, hex(10**5000)),
+    (math.nan, "nan"),
+    (-math.inf, "-inf"),
+    ("caf\udce9\0", "caf\\udce9\\x00"),
+    ((1, {2}), [1, [2]]),
+    ({1: None, "\ud800": True, (2, 3): 4}, {"1": None, "\\ud800": True, "[2, 3]": 4}),
+    (np.int64(3), 3),
+    (np.bool_(True), True),
+    (torch.tensor(0.5), 0.5),
+    (torch.empty((), device="meta"), "<torch.Tensor>"),
+    (torch.zeros(3), "<torch.Tensor>"),
+    (np.zeros(3), "<numpy.ndarray>"),
+    (Pairs(), f"<{__name__}.Pairs>"),
+    (torch.nn.Linear(1, 1), "<torch.nn.modules.linear.Linear>"),
+    (torch.float16, "torch.float16"),
+    (torch.device("cpu"), "cpu"),
+    (Loss.L1, "l1"),
+    (Loss.OBJECT, "<object>"),
+    (Namespace(lr=0.1), {"lr": 0.1}),
+    (SimpleNamespace(lr=0.1), {"lr": 0.1}),
+    (RetentionPolicy, f"{RetentionPolicy.__module__}:RetentionPolicy"),
+    (partial(function, 1), f"{__name__}:function"),
+    (lambda: None, f"{__name__}:<lambda>"),
+    (b"x", "<bytes>"),
+    (CIRCLE, {"a": [1, "<dict>"]}),
+]
+
+
+@pytest.mark.parametrize(("value", "shown"), SHOWN, ids=range(len(SHOWN)))
+def test_a_value_is_shown_as_json_or_by_its_name(value, shown):
+    assert as_shown({"x": [value]}) == {"x": [shown]}
+    assert json.dumps(as_shown(value), allow_nan=False).encode()
+
+
+def test_what_prefect_encodes_itself_stays_as_it_is():
+    given = {"scaling": ScalingConfig(num_workers=2), "path": Path("/a"), "time": timedelta(1)}
+    assert as_shown(given) == given
+    assert train.serialize_parameters({"config": given})["config"] == {
+        "scaling": {"num_workers": 2, "use_gpu": False},
+        "path": "/a",
+        "time": 86400.0,
+    }
+
+
+def test_a_dataclass_is_shown_with_its_fields():
+    assert as_shown(RetentionPolicy(3))["num_to_keep"] == 3
+
+
+def test_any_depth_is_shown():
+    assert len(pickle.dumps(as_shown(DEEP))) < 1000
