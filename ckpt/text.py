@@ -1,6 +1,7 @@
-"""Sizes, ages, names, classes, functions and times as text, for a terminal, a page, an error or a record."""
+"""Sizes, ages, names, classes, functions, commands and times as text, for a terminal, a page, an error or a record."""
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from functools import partial
@@ -55,6 +56,11 @@ def show_some(names: Sequence[str]) -> str:
     """Return the first five of `names`, and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def as_command(*words: str) -> str:
+    """Return the command `prefect-torch` with `words`, as one types it in a shell."""
+    return shlex.join(["prefect-torch", *words])
 
 
 def clip(text: str, most: int = 10_000) -> str:

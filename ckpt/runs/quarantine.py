@@ -1,7 +1,6 @@
 """Quarantine: a damaged checkpoint is set aside with everything needed to restore it if it turns out to be whole."""
 
 import logging
-import shlex
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -10,7 +9,7 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
-from prefect_torch.ckpt.text import utc_now
+from prefect_torch.ckpt.text import as_command, utc_now
 
 from .verification import verify_uncommitted
 
@@ -64,7 +63,7 @@ def restore(run: Run, checkpoint_id: str) -> Manifest:
     if note is None:
         raise CheckpointNotFoundError(
             f"run {run.name!r} in {run.storage.url} has no checkpoint {checkpoint_id} in quarantine; "
-            f"prefect-torch show {shlex.join([run.storage.url, run.name])} lists those that it has"
+            f"{as_command('show', run.storage.url, run.name)} lists those that it has"
         )
     try:
         manifest = _commit_again(run, checkpoint_id, str(note.get("manifest")).encode())

@@ -1,7 +1,6 @@
 """The checkpoint that a new attempt begins from: chosen once, proven whole, passed to all ranks."""
 
 import logging
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.specs.location import is_bucket
+from prefect_torch.ckpt.text import as_command
 
 from . import verification
 from .quarantine import quarantine, why_quarantined
@@ -101,7 +101,7 @@ class _Search:
         except StorageError as exc:
             if not run.is_served():
                 raise
-            listing = shlex.join(["prefect-torch", "ls", run.storage.url, run.name])
+            listing = as_command("ls", run.storage.url, run.name)
             raise StorageError(
                 f"checkpoint {listed.id} of run {run.name!r} cannot be read though the storage answers, and may be whole: "
                 f"{exc}; if that lasts, train under another name with resume_from='{run.name}/ID', an older one of `{listing}`"
@@ -199,7 +199,7 @@ def _refuse_if_damaged(run: Run, lineage: int, passed_over: dict[str, str]) -> N
     damaged = quarantined | passed_over
     if damaged:
         tried = "; ".join(f"{checkpoint_id}: {reason}" for checkpoint_id, reason in sorted(damaged.items()))
-        restore = shlex.join(["prefect-torch", "restore", run.storage.url, run.name, max(quarantined, default="ID")])
+        restore = as_command("restore", run.storage.url, run.name, max(quarantined, default="ID"))
         raise CheckpointCorruptError(
             f"run {run.name!r} in {run.storage.url} has no whole checkpoint left, and does not start fresh unasked "
             f"(resume='never' does); `{restore}` restores one whose damage is repaired; damaged are {tried}"

@@ -1,6 +1,5 @@
 """Texts about a training in Prefect's list of runs and at the terminal: its name, the location of its checkpoints."""
 
-import shlex
 from collections.abc import Iterator
 
 from prefect.blocks.core import Block
@@ -12,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
+from prefect_torch.ckpt.text import as_command
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -59,7 +59,7 @@ def describe_location(what: str, run: Run, run_config: RunConfig) -> str:
     """
     given = run_config.storage
     shown = given if isinstance(given, str) else portable_storage(run_config, run.spec)
-    command = "" if shown.startswith(_MEMORY) else f"; see: {shlex.join(['prefect-torch', 'show', shown, run.name])}"
+    command = "" if shown.startswith(_MEMORY) else f"; see: {as_command('show', shown, run.name)}"
     return f"{what} are in {run.path}{command}"
 
 

@@ -1,10 +1,9 @@
 """The pin of another run's checkpoint that a training starts from, until the training has its own checkpoint."""
 
-import shlex
-
 import xxhash
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageError
 from prefect_torch.ckpt.storage.specs.location import canonical
+from prefect_torch.ckpt.text import as_command
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -52,7 +51,7 @@ class SourcePin:
             return
         except (OSError, StorageError, NotImplementedError) as exc:
             source = self._source
-            unpin = shlex.join(["prefect-torch", "unpin", self._store.storage.url, source.run, source.checkpoint_id])
+            unpin = as_command("unpin", self._store.storage.url, source.run, source.checkpoint_id)
             get_run_logger().warning("%s stays pinned (%s); `%s` removes its pins", self._path, exc, unpin)
 
     @property

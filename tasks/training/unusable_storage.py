@@ -1,11 +1,11 @@
 """Advice for a storage in which nothing can be created."""
 
 import errno
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefect_torch.ckpt.errors import CheckpointError
+from prefect_torch.ckpt.text import as_command
 
 _UNUSABLE = (PermissionError, FileNotFoundError, NotADirectoryError)
 
@@ -28,5 +28,5 @@ def unusable_storage_explained(given: object, url: str) -> Iterator[None]:
         if isinstance(exc, CheckpointError) or not (isinstance(exc, _UNUSABLE) or exc.errno == errno.EROFS):
             raise
         storage = given if isinstance(given, str) else url
-        check = shlex.join(["prefect-torch", "doctor", storage])
+        check = as_command("doctor", storage)
         raise type(exc)(f"{exc}; `{check}` tries each step that a training needs") from exc

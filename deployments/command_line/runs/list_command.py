@@ -1,6 +1,5 @@
 """`ls`: the runs in a storage, or the checkpoints of a run."""
 
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -15,7 +14,7 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.storage.sizes import find_size
-from prefect_torch.ckpt.text import show_age, show_bytes
+from prefect_torch.ckpt.text import as_command, show_age, show_bytes
 from prefect_torch.deployments.command_line.arguments import json_option, open_existing_storage, storage_argument
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
 
@@ -84,7 +83,7 @@ def _without_runs(opened: Storage) -> str:
     storage, _, name = opened.url.rpartition("/")
     if find_size(opened, Layout(name).run_info.removeprefix(f"{name}/")) is None:
         return f"no runs in {opened.url}"
-    return f"no runs in {opened.url}, which is run {name!r} itself: {shlex.join(['prefect-torch', 'ls', storage, name])}"
+    return f"no runs in {opened.url}, which is run {name!r} itself: {as_command('ls', storage, name)}"
 
 
 def _run_row(summary: RunSummary, *, has_sweeps: bool) -> Iterator[object]:

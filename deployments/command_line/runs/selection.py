@@ -1,6 +1,5 @@
 """Runs, checkpoints and scores that a command is given as text."""
 
-import shlex
 from dataclasses import dataclass, replace
 
 import click
@@ -11,7 +10,7 @@ from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
-from prefect_torch.ckpt.text import show_some
+from prefect_torch.ckpt.text import as_command, show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
 
@@ -24,7 +23,7 @@ def open_run(storage: str, run: str) -> CheckpointStore:
     """
     store = replace(CheckpointStore.open(open_existing_storage(storage), run), memory=ManifestMemory())
     if not has_begun(store):
-        listing = shlex.join(["prefect-torch", "ls", storage])
+        listing = as_command("ls", storage)
         raise FileNotFoundError(f"there is no run {run!r} in {store.storage.url}; {listing} lists the runs")
     return store
 
@@ -39,7 +38,7 @@ def open_training(storage: str, run: str) -> CheckpointStore:
     """
     store = open_run(storage, run)
     if is_sweep(store):
-        listing = shlex.join(["prefect-torch", "best", storage, run])
+        listing = as_command("best", storage, run)
         raise click.UsageError(f"{run} is a sweep: give one of its trials, as {listing} names them")
     return store
 

@@ -1,6 +1,5 @@
 """The page of a storage: its runs side by side, refreshed at the end of each training and by the flow `prune`."""
 
-import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.specs.location import canonical
-from prefect_torch.ckpt.text import show_count
+from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
 from prefect_torch.flows.monitoring.pages.drawing.sparkline import draw_sparkline
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -126,7 +125,7 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
         now_s: The current time (seconds since the epoch).
 
     """
-    command = shlex.join(["prefect-torch", "ls", url])
+    command = as_command("ls", url)
     return "\n".join([
         "# Runs",
         "",

@@ -1,12 +1,11 @@
 """The part of a summary about the setup of a run: restart, machine, GPUs, config, and how to use its best checkpoint."""
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import as_command, show_bytes, show_count
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.flows.monitoring.text import link_text, plain_text
 
@@ -63,7 +62,7 @@ def write_use(setup: Setup, run: str, *, has_score: bool) -> Iterator[str]:
         "```",
         "",
         "```console",
-        f"$ {shlex.join(['prefect-torch', 'pull', setup.storage, run, which, './model'])}",
+        f"$ {as_command('pull', setup.storage, run, which, './model')}",
         "```",
     )
 
