@@ -25,6 +25,26 @@ _MOST_LISTED = 8  # the number of ranks that left and are named in an error
 _ALL_LEFT = "all left"
 
 
+class _LongWait:
+    """A wait of which a warning is logged after `_SILENT_S`, and then again each time ten times that has passed.
+
+    Args:
+        warn: Logs the warning; called with the seconds that were waited.
+
+    """
+
+    def __init__(self, warn: Callable[[float], None]) -> None:
+        self._warn = warn
+        self._began_s = time.monotonic()
+        self._next_s = _SILENT_S
+
+    def warn_if_due(self) -> None:
+        """Log the warning if it is time for one."""
+        if time.monotonic() > self._began_s + self._next_s:
+            self._warn(self._next_s)
+            self._next_s += 10 * _SILENT_S
+
+
 class Peers:
     """The other ranks of one attempt, as seen from one rank.
 
@@ -153,15 +173,13 @@ class Peers:
         all of them and sends the result to the others, or each of ten thousand ranks would read ten thousand exits.
         """
         keys = [exit_key(rank) for rank in range(self.world_size)] if self.rank == 0 else [_ALL_LEFT]
-        began_s, silent_s = time.monotonic(), _SILENT_S
+        long_wait = _LongWait(self._warn_of_running)
         while (values := self._try_get(keys, self._poll_s)) is None:
             if has_failure(self._key_value):
                 known = read_exits(self._key_value)
                 if any(not it.has_returned for it in known):
                     return known
-            if time.monotonic() > began_s + silent_s:
-                self._warn_of_running(silent_s)
-                silent_s += 10 * _SILENT_S
+            long_wait.warn_if_due()
         if self.rank != 0:
             return [RankExit(**it) for it in json.loads(values[0])]
         first_alike: dict[tuple[ExitStatus, int | None], RankExit] = {}
@@ -208,7 +226,7 @@ class Peers:
     ) -> list[bytes]:
         if not keys:
             return []
-        began_s, silent_s = time.monotonic(), _SILENT_S
+        long_wait = _LongWait(lambda waited_s: self._warn_of(keys, topic, waited_s))
         listen = listen or partial(self._try_get, keys, self._poll_s)
         while True:
             if (values := listen()) is not None:
@@ -221,9 +239,7 @@ class Peers:
                 if (values := self._try_get(keys, 0.0)) is not None:  # a message that a peer sent before it left still counts
                     return values
                 self._raise_for(exits, topic)
-            if time.monotonic() > began_s + silent_s:
-                self._warn_of(keys, topic, silent_s)
-                silent_s += 10 * _SILENT_S
+            long_wait.warn_if_due()
 
     def _try_get(self, keys: Sequence[str], timeout_s: float) -> list[bytes] | None:
         try:
@@ -231,17 +247,17 @@ class Peers:
         except TimeoutError:
             return None
 
-    def _warn_of(self, keys: Sequence[str], topic: str, silent_s: float) -> None:
+    def _warn_of(self, keys: Sequence[str], topic: str, waited_s: float) -> None:
         late = [key.rpartition("/")[2] for key in keys if not self._key_value.check(key)] if self.rank == 0 else ["0"]
         whom = f"rank {show_some(late)}"
         if self._node is not None and self.rank == 0:
             whom = f"a rank of {show_some(late)}"
         _logger.warning(
             "rank %d has waited %g s in %s for %s, and still waits: every rank must call report() equally often",
-            *(self.rank, silent_s, topic.replace("/", " "), whom),
+            *(self.rank, waited_s, topic.replace("/", " "), whom),
         )
 
-    def _warn_of_running(self, silent_s: float) -> None:
+    def _warn_of_running(self, waited_s: float) -> None:
         """As the first rank that left, log which have not: one may wait in a collective for a rank that left."""
         if not is_first_exit(self._key_value, self.rank):
             return
@@ -251,7 +267,7 @@ class Peers:
             (own,) = [it for it in left if it.rank == self.rank]
             _logger.warning(
                 "%s %g s ago, and waits for rank %s to return: if it hangs, it is in a collective that every rank must join",
-                *(own, silent_s, show_some([str(rank) for rank in running])),
+                *(own, waited_s, show_some([str(rank) for rank in running])),
             )
 
     def _raise_for(self, exits: list[RankExit], topic: str) -> None:
