@@ -50,10 +50,8 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadat
 
     try:
         for_each(wanted, fetch)
-        if (both := find_kept_as_one(incoming, (entry.path for entry in wanted))) is not None:
-            raise FileExistsError(
-                f"the filesystem of {target} takes {both[0]!r} and {both[1]!r} for the name of one file: give another directory"
-            )
+        if (problem := find_kept_as_one(incoming, (entry.path for entry in wanted))) is not None:
+            raise FileExistsError(f"the filesystem of {target} {problem}: give another directory")
         if metadata:
             incoming.mkdir(exist_ok=True)
             write_metadata(incoming, metadata)

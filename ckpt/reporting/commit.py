@@ -258,12 +258,8 @@ def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) ->
 
     """
     folder = run.storage.local_path(run.layout.data(checkpoint_id))
-    if folder is None:
-        return
-    if (both := find_kept_as_one(folder, (entry.path for entry in files))) is not None:
-        raise ReportMismatchError(
-            f"the filesystem of {run.path} takes {both[0]!r} and {both[1]!r} for the name of one file: rename one of them"
-        )
+    if (problem := find_kept_as_one(folder, (entry.path for entry in files))) is not None:
+        raise ReportMismatchError(f"the filesystem of {run.path} {problem}: rename one of them")
 
 
 def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:

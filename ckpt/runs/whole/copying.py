@@ -223,12 +223,8 @@ def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
 
 def _check_distinct(layout: Layout, manifest: Manifest, target: Storage) -> None:
     folder = target.local_path(layout.data(manifest.id))
-    both = None if folder is None else find_kept_as_one(folder, (entry.path for entry in manifest.files))
-    if both is not None:
-        raise FileExistsError(
-            f"the filesystem of {target.url} takes {both[0]!r} and {both[1]!r} of checkpoint {manifest.id} for the name of one "
-            "file: give another storage"
-        )
+    if (problem := find_kept_as_one(folder, (entry.path for entry in manifest.files))) is not None:
+        raise FileExistsError(f"the filesystem of {target.url} {problem} in checkpoint {manifest.id}: give another storage")
 
 
 def _check_stays(layout: Layout, manifest: Manifest, target: Storage) -> None:

@@ -5,9 +5,21 @@ from pathlib import Path
 from unicodedata import normalize
 
 
-def find_kept_as_one(folder: Path, paths: Iterable[str]) -> tuple[str, str] | None:
-    """Return two of `paths` below `folder`, which all exist, that the filesystem takes for the name of one file, else None."""
-    return next((pair for pair in _alike(paths) if not _are_two_files(folder, *pair)), None)
+def find_kept_as_one(folder: Path | None, paths: Iterable[str]) -> str | None:
+    """Return what a filesystem does that takes two of `paths` for the name of one file; None if it keeps all apart.
+
+    Args:
+        folder: The directory that `paths` are relative to, where all exist; None for a bucket, which keeps all apart.
+        paths: The paths of the files.
+
+    Returns:
+        The end of a sentence that begins with the filesystem: "takes ... and ... for the name of one file".
+
+    """
+    if folder is None:
+        return None
+    both = next((pair for pair in _alike(paths) if not _are_two_files(folder, *pair)), None)
+    return None if both is None else f"takes {both[0]!r} and {both[1]!r} for the name of one file"
 
 
 def _alike(paths: Iterable[str]) -> Iterator[tuple[str, str]]:

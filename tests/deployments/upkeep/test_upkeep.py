@@ -232,7 +232,7 @@ def test_a_checkpoint_of_files_that_the_target_keeps_as_one_is_not_copied(local,
     write_outcome(store, Outcome(3, "completed"))
     monkeypatch.setattr(Path, "samefile", lambda *_: True)
     code, _, err = command("copy", local, "run", target)
-    assert (code, f"the filesystem of {target} takes 'Model' and 'model' of checkpoint" in err) == (1, True)
+    assert (code, f"the filesystem of {target} takes 'Model' and 'model' for the name of one file" in err) == (1, True), err
     assert CheckpointStore.open(target, "run").list() == []
 
 
