@@ -1,21 +1,20 @@
 """A handle to a checkpoint: a directory of files, local or in a storage."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from html import escape
 from os import PathLike, fspath
-from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prefect_torch.ckpt.context import rank_and_world_size
 from prefect_torch.ckpt.errors import CheckpointError, CheckpointNotFoundError
-from prefect_torch.ckpt.files.download import NodeCopy, copy_folder, download, readable_files
+from prefect_torch.ckpt.files.download import download, readable_files
 from prefect_torch.ckpt.files.folder import existing_directory, read_metadata, remove_metadata, write_metadata
+from prefect_torch.ckpt.files.node_copy import NodeCopy
 from prefect_torch.ckpt.files.selection import Include, choose_files, choose_in_folder
+from prefect_torch.ckpt.files.target_directory import copy_folder, lies_in, made_directory
 from prefect_torch.ckpt.runs.layout import is_checkpoint_folder
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
@@ -213,20 +212,20 @@ class Checkpoint:
             RankLocalStateError: If `own_files`, and another number of ranks stored it.
 
         """
-        if path is not None and _lies_in(self.path, path):
+        if path is not None and lies_in(self.path, path):
             raise ValueError(f"{fspath(path)} lies in the checkpoint {self.path} itself: give another directory")
         if self.store is None:
             assert self.directory is not None
             chosen = choose_in_folder(self.directory, include, own_files=own_files)
             metadata = read_metadata(Path(self.path))
-            with _made(path) as target:
+            with made_directory(path) as target:
                 copy_folder(self.directory, target, chosen)
                 if metadata:
                     write_metadata(target, metadata)
         else:
             manifest, files = self._choose(self.store, include, own_files=own_files)
             metadata = self.store.metadata(manifest)  # before the files: once those are read, a prune no longer matters
-            with _made(path) as target:
+            with made_directory(path) as target:
                 download(self.store, manifest, files, metadata, target)
         if not metadata:
             remove_metadata(target)
@@ -403,29 +402,6 @@ class Checkpoint:
         """Return the manifest that this handle holds, which never changes, or else read the stored one."""
         assert self.id is not None
         return run.committed(self.id) if self._manifest is None else self._manifest
-
-
-@contextmanager
-def _made(path: str | PathLike[str] | None) -> Iterator[Path]:
-    """Yield the directory at `path`, or else a new one; after an error, remove a new one, if named only if it is empty."""
-    target = Path(tempfile.mkdtemp(prefix="prefect-torch-") if path is None else path).expanduser()
-    is_new = path is None or not target.exists()
-    target.mkdir(parents=True, exist_ok=True)
-    try:
-        yield target
-    except BaseException:
-        if path is None:
-            shutil.rmtree(target, ignore_errors=True)
-        elif is_new:
-            with suppress(OSError):  # another process uses it by now
-                target.rmdir()
-        raise
-
-
-def _lies_in(checkpoint: str, path: str | PathLike[str]) -> bool:
-    """Return whether `path` is the local directory of a checkpoint, or is below it."""
-    # Not Path.resolve, which raises for a link to itself.
-    return "://" not in checkpoint and Path(realpath(Path(path).expanduser())).is_relative_to(realpath(checkpoint))
 
 
 def _named(path: str | PathLike[str]) -> str:

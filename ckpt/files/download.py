@@ -1,18 +1,15 @@
 """Downloads of checkpoint files to this machine, verified during the transfer, and kept for all readers on it."""
 
-import logging
 import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing, verify
+from prefect_torch.ckpt.runs.verification import check_entry, check_local_size, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import check_key, temporary_name
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
@@ -22,10 +19,7 @@ from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 
 from .folder import write_metadata
-from .moves import move_all, plan_moves
-
-_ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
-_logger = logging.getLogger(__name__)
+from .target_directory import move_all, plan_moves
 
 
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadata: Mapping[str, Any], target: Path) -> None:
@@ -167,85 +161,3 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
         if exc.errno is not None and exc.filename is None:  # a write reports a full disk, but not which
             exc.filename = str(path)
         raise
-
-
-def copy_folder(source: Path, target: Path, paths: Iterable[str] | None) -> None:
-    """Copy a plain directory, or the files of it at `paths`, into another one."""
-    if paths is None:
-        shutil.copytree(source, target, dirs_exist_ok=True)
-        return
-    for path in paths:
-        place = target / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source / path, place)
-
-
-class NodeCopy:
-    """Keeps the files it has verified among the node's downloads until it is released.
-
-    Args:
-        num_readers: The number of processes on this node that need them.
-
-    """
-
-    def __init__(self, num_readers: int = 1) -> None:
-        self.num_readers = num_readers
-        self._kept = ExitStack()
-
-    def __reduce__(self) -> "tuple[type[NodeCopy], tuple[int]]":
-        """Pickle a copy that keeps nothing: files are kept by a process."""
-        return type(self), (self.num_readers,)
-
-    def verify(self, run: Run, manifest: Manifest, level: VerifyLevel) -> None:
-        """Verify as `CheckpointStore.verify` does, and keep the files that this reads from a bucket if there is enough space.
-
-        Raises:
-            CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
-            CheckpointNotFoundError: If the checkpoint is being pruned.
-
-        """
-        if level != "digest" or not _can_keep(run, manifest, manifest.files):
-            verify(run, manifest, level)
-            return
-        verify(run, manifest, "size")
-        if self.keep(run, manifest, manifest.files) is None:
-            verify(run, manifest, level)
-
-    def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
-        """Return a directory with `files`, verified, of which each was downloaded once on this node.
-
-        Returns None if `files` is empty, they are read in place, there is too little space, or the disk fails.
-
-        Raises:
-            CheckpointCorruptError: If a file differs from the committed one.
-            CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
-
-        """
-        if not files or not _can_keep(run, manifest, files):
-            return None
-        try:
-            return self._kept.enter_context(cached_files(run, manifest, files))
-        except CheckpointError:
-            raise
-        except OSError as exc:  # this machine's disk failed, which a read or a verification does not need
-            _logger.warning("checkpoint %s is not kept on this node, so each reader reads it again: %s", manifest.id, exc)
-            return None
-
-    def release(self) -> None:
-        """Release the files, which are deleted once no other process on this node reads them; do nothing if there are none."""
-        self._kept.close()
-
-
-@contextmanager
-def despite_damaged_copy() -> Iterator[None]:
-    """Log that files which this node has downloaded are damaged or gone, and end the body, which returns if they are whole."""
-    try:
-        yield
-    except (CheckpointCorruptError, CheckpointNotFoundError) as exc:
-        _logger.warning("%s; reading it from where it was committed", exc)
-
-
-def _can_keep(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> bool:
-    if run.storage.local_path(run.layout.data(manifest.id)) is not None:
-        return False
-    return shutil.disk_usage(tempfile.gettempdir()).free >= _ROOM * sum(entry.bytes for entry in files)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, SupportsIndex
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext
 from prefect_torch.ckpt.errors import CheckpointError, PeerGoneError, ReportMismatchError
-from prefect_torch.ckpt.files.download import NodeCopy
+from prefect_torch.ckpt.files.node_copy import NodeCopy
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node

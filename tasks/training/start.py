@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.files.download import NodeCopy
+from prefect_torch.ckpt.files.node_copy import NodeCopy
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, record_resumed_from
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.manifest import Manifest

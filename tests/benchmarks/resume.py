@@ -45,7 +45,7 @@ def resume(kind, options):
     import obstore.store
     import prefect_torch.ckpt.state.loading.load  # noqa: F401 - imports are not timed
     import torch
-    from prefect_torch.ckpt.files.download import NodeCopy
+    from prefect_torch.ckpt.files.node_copy import NodeCopy
     from prefect_torch.ckpt.runs.resume import choose_checkpoint
 
     torch.set_num_threads(1)

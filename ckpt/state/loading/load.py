@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 import xxhash
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
-from prefect_torch.ckpt.files.download import NodeCopy, despite_damaged_copy, found_files, in_place
+from prefect_torch.ckpt.files.download import found_files, in_place
+from prefect_torch.ckpt.files.node_copy import NodeCopy, despite_damaged_copy
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.expected_size import prepare_for_loaded

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from prefect_torch.ckpt.files.download import NodeCopy, despite_damaged_copy
+from prefect_torch.ckpt.files.node_copy import NodeCopy, despite_damaged_copy
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage

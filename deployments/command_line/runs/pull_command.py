@@ -11,8 +11,8 @@ from typing import Any
 import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, remove_metadata
-from prefect_torch.ckpt.files.moves import move_all, plan_moves
 from prefect_torch.ckpt.files.selection import choose_files
+from prefect_torch.ckpt.files.target_directory import move_all, plan_moves
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,

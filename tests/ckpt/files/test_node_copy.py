@@ -10,7 +10,7 @@ import torch
 from crash_points import open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError
-from prefect_torch.ckpt.files.download import NodeCopy
+from prefect_torch.ckpt.files.node_copy import NodeCopy
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import DCP_METADATA_FILE, Chunk, TensorEntry
@@ -129,7 +129,7 @@ def test_a_rank_that_shares_nothing_reads_only_what_it_needs(bucket, node, tmp_p
     storage = LocalStorage(tmp_path / "store") if why == "in place" else bucket
     manifest = report(storage, tmp_path, "state")
     if why == "no room":
-        monkeypatch.setattr("prefect_torch.ckpt.files.download._ROOM", 2**60)
+        monkeypatch.setattr("prefect_torch.ckpt.files.node_copy._ROOM", 2**60)
     checkpoint = open_run(storage).checkpoint(manifest)
     checkpoint.node_copy = None if why == "one rank" else NodeCopy(8)
     bucket.operations.clear()
@@ -184,7 +184,7 @@ def test_a_copy_that_was_changed_is_read_from_where_it_was_committed(bucket, nod
 def test_where_nothing_can_be_kept_it_is_verified_all_the_same(bucket, node, tmp_path, monkeypatch, why):
     manifest = report(bucket, tmp_path, "folder")
     if why == "no room":
-        monkeypatch.setattr("prefect_torch.ckpt.files.download._ROOM", 2**60)
+        monkeypatch.setattr("prefect_torch.ckpt.files.node_copy._ROOM", 2**60)
     elif why == "nobody's folder":
         monkeypatch.setattr("prefect_torch.ckpt.files.cache._cache_root", lambda: Path("/proc/nothing"))
     copy = NodeCopy()
