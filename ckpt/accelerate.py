@@ -24,6 +24,7 @@ from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.framework_folders import (
     CHECKPOINT_NAME,
     check_world_size,
+    files_in,
     folder_of_all_ranks,
     needs_extra,
     part_of_rank,
@@ -80,7 +81,8 @@ def report_state(
     with _saved_state(accelerator, context, safe_serialization) as (folder, is_ours):
         accelerator.wait_for_everyone()  # save_state does not wait: other ranks may still be writing
         others = _save_positions(accelerator, folder, context)
-        with part_of_rank(folder, context, os.link if is_ours else os.symlink, left_out=others) as part:
+        files = [path for path in files_in(folder) if path not in others]
+        with part_of_rank(folder, context, os.link if is_ours else os.symlink, files=files) as part:
             report(metrics, part, step=step, progress=progress, upload=upload)
 
 

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def part_of_rank(
     context: TrainContext,
     link: Callable[[str, str], None] = os.symlink,
     below: str = CHECKPOINT_NAME,
-    left_out: Container[str] = (),
+    files: Collection[str] | None = None,
 ) -> Iterator[Checkpoint | None]:
     """Yield this rank's part of `folder`; the ranks' parts together are the whole directory.
 
@@ -122,14 +122,13 @@ def part_of_rank(
         link: Makes a link to a file. With the default an async report copies the files and does not change `folder`; with
             `os.link` it adopts them without a copy, for a temporary directory to which nothing is written again.
         below: The directory of the checkpoint that receives the content of `folder`; "" for none.
-        left_out: Files in `folder` that are not reported from this machine.
+        files: Those files in `folder` that are reported from this machine; None for all.
 
     Yields:
         None if no file is this rank's.
 
     """
-    written = scan_files(folder) if folder.is_dir() else []
-    paths = [path for path in written if path not in left_out and _owner(path, context) == context.world_rank]
+    paths = [path for path in (files_in(folder) if files is None else files) if _owner(path, context) == context.world_rank]
     if not paths:
         yield None
         return
@@ -145,6 +144,11 @@ def part_of_rank(
         checkpoint = Checkpoint.from_directory(part)
         checkpoint.moves_links = True
         yield checkpoint
+
+
+def files_in(folder: Path) -> list[str]:
+    """Return the paths of the files in a directory; none if it does not exist, as on a machine whose ranks write nothing."""
+    return scan_files(folder) if folder.is_dir() else []
 
 
 def _owner(path: str, context: TrainContext) -> int | None:

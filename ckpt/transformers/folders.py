@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from prefect_torch.ckpt.context import TrainContext
-from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.framework_folders import files_in
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -39,20 +39,20 @@ class SavedFolders:
         """Return the directory of a step."""
         return output_dir(self._args) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-    def left_out(self, folder: Path) -> set[str]:
-        """Return the files in `folder` that are not reported from this machine; every rank calls it, once all have written.
+    def reported_files(self, folder: Path) -> list[str]:
+        """Return the files in `folder` that are reported from this machine; every rank calls it, once all have written.
 
-        They are those that the Trainer has not written since it began, and those that rank 0's machine has, too: copies, as of
+        They are those that the Trainer has written since it began, except those that rank 0's machine has, too: copies, as of
         `save_on_each_node`, or the same files in a shared directory.
         """
-        paths = scan_files(folder) if folder.is_dir() else []
-        left = {path for path in paths if self._left.get(folder / path) == _version(folder / path)}
+        written = [path for path in files_in(folder) if self._left.get(folder / path) != _version(folder / path)]
         if self._context.local_world_size == self._context.world_size:
-            return left
-        reported = [sorted({*paths} - left)]  # of rank 0, next
-        broadcast_object_list(reported)
-        is_first_machine = self._context.world_rank == self._context.local_rank
-        return left if is_first_machine else left.union(reported[0])
+            return written
+        of_first_machine = [written]  # of rank 0, next
+        broadcast_object_list(of_first_machine)
+        if self._context.world_rank == self._context.local_rank:
+            return written
+        return sorted({*written}.difference(of_first_machine[0]))
 
     def rotate(self) -> None:
         """Delete the directories that the Trainer has rotated on rank 0's machine alone; every rank calls it after a save."""
