@@ -24,11 +24,13 @@ import pytest
 from _pytest.assertion import rewrite
 from hypothesis import settings
 from prefect_home import prepared_home
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
 from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect_servers import PrefectServer
 
 settings.register_profile("unhurried", deadline=None)  # a loaded machine is no defect
@@ -242,6 +244,20 @@ def nothing_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """An empty run in a local folder."""
+    return CheckpointStore.open(tmp_path / "store", "run")
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This machine's folder for temporary files, and so for downloads: empty, and the test's own."""
+    (tmp_path / "node").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
+    return tmp_path / "node"
+
+
+@pytest.fixture
 def uploads_may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """An event that every upload to a local folder waits for."""
     put_file, put_files, go_on = LocalStorage.put_file, LocalStorage.put_files, threading.Event()
@@ -334,6 +350,15 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Prefec
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setenv("PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL", "0.1")  # else each event is known after 5 s
         yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("server"), **services))
+
+
+@pytest.fixture
+def client(prefect_server: "PrefectServer") -> Iterator["SyncPrefectClient"]:
+    """A client of `prefect_server`."""
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - most tests do without
+
+    with get_client(sync_client=True) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -65,21 +65,8 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 
 @pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
-@pytest.fixture
 def remote(tmp_path):
     return CheckpointStore.open(f"memory://{tmp_path}", "run")
-
-
-@pytest.fixture
-def node(tmp_path, monkeypatch):
-    """The folder for temporary files of this machine, empty and our own."""
-    (tmp_path / "node").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-    return tmp_path / "node"
 
 
 def commit(store, tmp_path, *all_metrics, **files):

@@ -22,11 +22,6 @@ OF_RANK_0 = {
 }
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def called_in_training(attempt, function, *arguments, **options):
     """Call `function` as a rank's function, and return what it returns."""
     with in_training(attempt.session()):

@@ -47,21 +47,13 @@ def remote(tmp_path):
     return CheckpointStore.open(f"memory://{tmp_path}", "run")
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The node's cache, empty and our own."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-    (tmp_path / "node").mkdir()
-    return tmp_path / "node"
-
-
 def commit(store, tmp_path, **files):
     Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", **files))
     return store.checkpoint(store.list()[-1])
 
 
-def cached(cache):
-    return [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+def cached(node):
+    return [path for path in node.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 def test_a_local_checkpoint_is_read_in_place(local, tmp_path):
@@ -85,29 +77,29 @@ def test_a_file_of_another_size_is_not_copied(local, tmp_path):
     assert list((tmp_path / "out").rglob("*")) == []
 
 
-def test_a_remote_checkpoint_is_downloaded_and_deleted_after_the_reader(remote, tmp_path, cache):
+def test_a_remote_checkpoint_is_downloaded_and_deleted_after_the_reader(remote, tmp_path, node):
     checkpoint = commit(remote, tmp_path, model="x")
     with checkpoint.as_directory() as directory:
         assert (Path(directory) / "model").read_bytes() == b"x"
-        assert cache in Path(directory).parents
-    assert cached(cache) == []
+        assert node in Path(directory).parents
+    assert cached(node) == []
 
 
-def test_a_remote_checkpoint_that_changed_is_never_handed_out(remote, tmp_path, cache):
+def test_a_remote_checkpoint_that_changed_is_never_handed_out(remote, tmp_path, node):
     checkpoint = commit(remote, tmp_path, model="x")
     remote.storage.put_bytes(remote.layout.data(checkpoint.id, "model"), b"y")
     with pytest.raises(CheckpointCorruptError, match="model differs"), checkpoint.as_directory():
         pass
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
-def test_a_checkpoint_without_files_is_an_empty_folder(local, remote, tmp_path, cache):
+def test_a_checkpoint_without_files_is_an_empty_folder(local, remote, tmp_path, node):
     for store in (local, remote):
         with commit(store, tmp_path / "none").as_directory() as directory:
             assert list(Path(directory).iterdir()) == []
 
 
-def test_a_user_of_this_machine_needs_no_name(remote, tmp_path, cache, monkeypatch):
+def test_a_user_of_this_machine_needs_no_name(remote, tmp_path, node, monkeypatch):
     """As in a container that runs as a user whom nobody added."""
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -115,7 +107,7 @@ def test_a_user_of_this_machine_needs_no_name(remote, tmp_path, cache, monkeypat
     assert read_files(commit(remote, tmp_path, model="x")) == {"model": b"x"}
 
 
-def test_many_threads_cost_one_download(remote, tmp_path, cache):
+def test_many_threads_cost_one_download(remote, tmp_path, node):
     checkpoint = commit(remote, tmp_path, model="x" * 1000, other="y")
     counting = FaultyStorage(remote.storage, delay_s=0.02)
     store = CheckpointStore(counting, Layout("run"), remote.spec)
@@ -135,7 +127,7 @@ def test_many_threads_cost_one_download(remote, tmp_path, cache):
         thread.join(30)
     assert Counter(seen) == {seen[0]: 8}
     assert counting.counts()["get_file"] == 2
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
 def _write(path, target):
@@ -153,20 +145,20 @@ def _hold(started, name):
         signal.pause()
 
 
-def test_what_a_killed_reader_left_is_swept_by_the_next(cache):
+def test_what_a_killed_reader_left_is_swept_by_the_next(node):
     started = multiprocessing.get_context("fork").Event()
     reader = multiprocessing.get_context("fork").Process(target=_hold, args=(started, "one"))
     reader.start()
     assert started.wait(20)
     with downloaded("other", entries("y"), _write):
-        assert {path.name for path in cached(cache)} == {"x", "y"}  # the living reader keeps its own
+        assert {path.name for path in cached(node)} == {"x", "y"}  # the living reader keeps its own
         os.kill(reader.pid, signal.SIGKILL)
         reader.join()
     with downloaded("third", entries("z"), _write):
-        assert {path.name for path in cached(cache)} == {"z"}
+        assert {path.name for path in cached(node)} == {"z"}
 
 
-def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_the_next_download(cache, monkeypatch):
+def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_the_next_download(node, monkeypatch):
     """As on NFS, where a file that is mapped into memory stays, and so does its directory."""
     unlink, stays = os.unlink, []
 
@@ -182,12 +174,12 @@ def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_th
             with downloaded("one", entries(*names), _write) as files:
                 assert sorted(path.name for path in files.iterdir()) == list(names)
         assert len(stays) > 1
-        assert [path.name for path in cached(cache)] == ["x"]
+        assert [path.name for path in cached(node)] == ["x"]
     with downloaded("two", entries("z"), _write):
-        assert [path.name for path in cached(cache)] == ["z"]
+        assert [path.name for path in cached(node)] == ["z"]
 
 
-def test_machines_that_share_a_temporary_directory_touch_nothing_of_each_other(cache, monkeypatch):
+def test_machines_that_share_a_temporary_directory_touch_nothing_of_each_other(node, monkeypatch):
     """Whose locks they do not know, as on BeeGFS or an NFS without them."""
     with downloaded("one", entries("x"), _write) as files:
         with monkeypatch.context() as there:
@@ -196,31 +188,31 @@ def test_machines_that_share_a_temporary_directory_touch_nothing_of_each_other(c
             with downloaded("one", entries("x"), _write) as theirs:
                 assert theirs != files
         assert (files / "x").read_text() == "x"
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_what_an_earlier_boot_left_is_deleted_unless_it_may_be_a_living_machines(cache, monkeypatch, is_shared):
+def test_what_an_earlier_boot_left_is_deleted_unless_it_may_be_a_living_machines(node, monkeypatch, is_shared):
     monkeypatch.setattr(scratch, "is_local", lambda _: not is_shared)
-    (left := _root(cache) / ("0" * 16) / "entry/files/x").parent.mkdir(parents=True)
+    (left := _root(node) / ("0" * 16) / "entry/files/x").parent.mkdir(parents=True)
     left.write_text("x")
-    os.utime(_root(cache) / ("0" * 16), (1e9, 1e9))
+    os.utime(_root(node) / ("0" * 16), (1e9, 1e9))
     with downloaded("one", entries("y"), _write):
         assert left.exists() == is_shared
 
 
-def test_a_reader_outlives_what_cleans_the_temporary_directory(cache):
+def test_a_reader_outlives_what_cleans_the_temporary_directory(node):
     with downloaded("one", entries("x"), _write) as files:
         cleaner = os.open(files.parent, os.O_RDONLY)
         with pytest.raises(BlockingIOError):  # what systemd-tmpfiles tries before it looks into a directory
             fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(cleaner)
-        for lock in cache.rglob("*.lock"):
+        for lock in node.rglob("*.lock"):
             lock.unlink()
         with downloaded("two", entries("y"), _write):
             assert (files / "x").read_text() == "x"
         assert (files / "x").read_text() == "x"
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
 def _hang(started):
@@ -233,7 +225,7 @@ def _hang(started):
         pass
 
 
-def test_a_reader_that_is_killed_while_it_downloads_holds_up_nobody_for_long(cache):
+def test_a_reader_that_is_killed_while_it_downloads_holds_up_nobody_for_long(node):
     started = multiprocessing.get_context("fork").Event()
     killed = multiprocessing.get_context("fork").Process(target=_hang, args=(started,))
     killed.start()
@@ -252,10 +244,10 @@ def test_a_reader_that_is_killed_while_it_downloads_holds_up_nobody_for_long(cac
         killed.join()
         reader.join(20)
     assert seen == [{"x": "x", "y": "y"}]
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
-def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_by_the_next(cache):
+def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_by_the_next(node):
     def fail(path, target):
         if path == "y":
             target.write_text("half")
@@ -265,56 +257,56 @@ def test_a_download_that_failed_is_the_error_of_its_reader_alone_and_done_again_
     with downloaded("one", entries("x"), _write) as files:
         with pytest.raises(OSError, match="No space left"), downloaded("one", entries("x", "y"), fail):
             pass
-        assert [path.name for path in cached(cache)] == ["x"]  # the half is gone, since the disk is full
+        assert [path.name for path in cached(node)] == ["x"]  # the half is gone, since the disk is full
         with downloaded("one", entries("y"), _write):
             assert {path.name: path.read_text() for path in files.iterdir()} == {"x": "x", "y": "y"}
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
-def _root(cache):
-    return cache / f"prefect-torch-{os.geteuid()}"
+def _root(node):
+    return node / f"prefect-torch-{os.geteuid()}"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_a_cache_of_another_user_is_refused_and_not_read(cache):
-    _root(cache).mkdir(mode=0o700)
-    os.chown(_root(cache), 54321, 54321)
+def test_a_cache_of_another_user_is_refused_and_not_read(node):
+    _root(node).mkdir(mode=0o700)
+    os.chown(_root(node), 54321, 54321)
     with pytest.raises(PermissionError, match=r"belongs to user 54321, not to 0.*remove it, or set TMPDIR"):
         downloaded("one", entries("x"), _write).__enter__()
-    assert list(_root(cache).iterdir()) == []
+    assert list(_root(node).iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_a_cache_that_is_no_folder_is_refused(cache, tmp_path, kind):
+def test_a_cache_that_is_no_folder_is_refused(node, tmp_path, kind):
     if kind == "link":
-        _root(cache).symlink_to(tmp_path)
+        _root(node).symlink_to(tmp_path)
     else:
-        _root(cache).touch()
+        _root(node).touch()
     with pytest.raises(PermissionError, match=r"prefect-torch-\d+, where .* (is a link|is no directory), so"):
         downloaded("one", entries("x"), _write).__enter__()
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
-def test_a_cache_that_others_may_write_to_is_refused(remote, tmp_path, cache, mode):
+def test_a_cache_that_others_may_write_to_is_refused(remote, tmp_path, node, mode):
     checkpoint = commit(remote, tmp_path, model="x")
-    _root(cache).mkdir()
-    _root(cache).chmod(mode)
+    _root(node).mkdir()
+    _root(node).chmod(mode)
     with pytest.raises(PermissionError, match=rf"written to by others \(mode {mode:04o}\)"):
         read_files(checkpoint)
-    _root(cache).chmod(0o750)
+    _root(node).chmod(0o750)
     assert read_files(checkpoint) == {"model": b"x"}
 
 
-def test_a_cache_is_its_users_alone_whatever_the_umask(cache):
+def test_a_cache_is_its_users_alone_whatever_the_umask(node):
     before = os.umask(0)
     try:
         with downloaded("one", entries("x"), _write):
-            assert _root(cache).stat().st_mode & 0o777 == 0o700
+            assert _root(node).stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
 
 
-def test_a_file_that_is_found_is_verified_once_and_downloaded_again_if_it_is_another(cache, caplog, monkeypatch):
+def test_a_file_that_is_found_is_verified_once_and_downloaded_again_if_it_is_another(node, caplog, monkeypatch):
     read = []
     monkeypatch.setattr("prefect_torch.ckpt.files.cache.digest_file", lambda path: read.append(path.name) or digest_file(path))
     with downloaded("one", entries("x", "y"), _write) as files:
@@ -338,7 +330,7 @@ def test_a_download_to_a_full_disk_names_the_disk(kind, tmp_path, request):
         download_file(store, manifest, manifest.files[0], Path("/dev/full"))
 
 
-def test_readers_who_want_one_file_at_once_do_not_share_an_error(cache):
+def test_readers_who_want_one_file_at_once_do_not_share_an_error(node):
     first_downloads, second_waits = threading.Event(), threading.Event()
     outcomes = {}
 
@@ -364,7 +356,7 @@ def test_readers_who_want_one_file_at_once_do_not_share_an_error(cache):
     assert outcomes == {"first": "failed", "second": "x"}
 
 
-def test_many_processes_and_threads_download_each_file_once_whatever_each_wants_of_it(moto, tmp_path, cache, monkeypatch):
+def test_many_processes_and_threads_download_each_file_once_whatever_each_wants_of_it(moto, tmp_path, node, monkeypatch):
     for name, value in moto.options().items():
         monkeypatch.setenv(name.upper(), value)
     url = f"s3://{moto.new_bucket()}/folder"
@@ -373,7 +365,7 @@ def test_many_processes_and_threads_download_each_file_once_whatever_each_wants_
     spawning = multiprocessing.get_context("spawn")  # obstore's threads do not live through a fork
     everybody_reads = spawning.Barrier(9)
     record = tmp_path / "downloads"
-    place = (url, str(cache), str(record))
+    place = (url, str(node), str(record))
     readers = [spawning.Process(target=checkpoint_readers.read, args=(place, of, everybody_reads)) for of in wanted]
     for reader in readers:
         reader.start()
@@ -381,11 +373,11 @@ def test_many_processes_and_threads_download_each_file_once_whatever_each_wants_
         reader.join(120)
     assert [reader.exitcode for reader in readers] == [0, 0, 0]
     assert sorted(line.rpartition("/")[2] for line in record.read_text().splitlines()) == ["a", "b", "c", "d"]
-    assert cached(cache) == []
+    assert cached(node) == []
 
 
 @pytest.fixture(params=["local", "remote"])
-def sharded(request, tmp_path, cache):
+def sharded(request, tmp_path, node):
     """A checkpoint of two ranks, each with a file of its own, and some of both."""
     store = request.getfixturevalue(request.param)
 
@@ -647,7 +639,7 @@ def test_an_empty_path_is_not_the_working_folder(make):
         make("")
 
 
-def test_a_file_named_like_a_download_in_progress_is_downloaded_too(remote, tmp_path, cache):
+def test_a_file_named_like_a_download_in_progress_is_downloaded_too(remote, tmp_path, node):
     files = {"model.pt": b"m" * 1000, "model.pt.partial": b"p", ".partial": b"q"}
     assert read_files(commit(remote, tmp_path, **files)) == files
 

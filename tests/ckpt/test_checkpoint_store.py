@@ -36,11 +36,6 @@ from ranks import Attempt, folder, read_files
 from wrapped_storage import WrappedStorage
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def fill(store, tmp_path, *scores):
     session = Attempt(store).session()
     for score in scores:

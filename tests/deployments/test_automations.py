@@ -16,7 +16,7 @@ import psutil
 import pytest
 from forked_programs import Popen
 from prefect import Task, flow, task
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
@@ -74,12 +74,6 @@ def judge(checkpoint: str, threshold: float = 0.0):
 @task
 def judge_once():
     """What a flow run that got so far has run."""
-
-
-@pytest.fixture
-def client():
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

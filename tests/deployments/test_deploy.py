@@ -11,7 +11,6 @@ import my_training
 import numpy as np
 import pytest
 from forked_programs import run_program
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.schedules import IntervalSchedule
@@ -30,12 +29,6 @@ IMAGE = {kind: {} if kind == "process" else {"image": "registry/train"} for kind
 def work_pools(prefect_server):
     for kind in KINDS:
         create_work_pool(f"{kind}-pool", kind, **IMAGE[kind])
-
-
-@pytest.fixture
-def client():
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from forked_programs import Popen
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect_servers import postgres, postgres_program, server_in_use, wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -30,12 +29,6 @@ def prefect_server(tmp_path_factory):
         url = stack.enter_context(postgres()) if postgres_program("initdb") else None
         patient = {"PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": "P1D"}
         yield stack.enter_context(server_in_use(tmp_path_factory.mktemp("prefect"), url, **patient))
-
-
-@pytest.fixture
-def client(prefect_server):
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One real Prefect server for all trainings of this folder."""
+"""One real Prefect server for all trainings of this folder, and the run that most of them train."""
 
 import subprocess
 from copy import deepcopy
@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from forked_programs import PopenOfProgram
 from prefect.blocks.core import Block
+from prefect_torch.flows import RunConfig
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,3 +38,8 @@ def schemas_made_once():
             Block, "model_json_schema", classmethod(lambda cls, *args, **options: deepcopy(made(cls, *args, **options)))
         )
         yield
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunConfig(name="run", storage=str(tmp_path / "store"))

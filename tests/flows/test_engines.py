@@ -39,11 +39,6 @@ FAILURE = FailureConfig(max_infrastructure_failures=1)
 NO_FAILURE = FailureConfig(max_infrastructure_failures=0, max_preemptions=0)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return RunConfig(name="run", storage=str(tmp_path / "store"))
-
-
 @pytest.fixture(scope="module")
 def dask(tmp_path_factory):
     """Yield the address of a cluster of one worker, the nanny of that, and what starts more."""

@@ -15,7 +15,6 @@ from prefect_torch.flows import (
     FailureConfig,
     Hosts,
     NotEnoughMachinesError,
-    RunConfig,
     ScalingConfig,
     SearchConfig,
     evaluate,
@@ -39,11 +38,6 @@ def machine(monkeypatch, tmp_path):
     yield
     for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
         lock.unlink()
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunConfig(name="run", storage=str(tmp_path / "store"))
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import pytest
 from forked_programs import Popen
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
@@ -55,12 +54,6 @@ from prefect_torch.tasks.training import workers_task
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 
 SUPPORT = Path(__file__).parents[1] / "support"
-
-
-@pytest.fixture
-def client():
-    with get_client(sync_client=True) as client:
-        yield client
 
 
 @pytest.fixture

@@ -44,11 +44,6 @@ def nothing_is_left(hosts, cut_off):
     wait_for(lambda: not any(map(hosts.processes, set(hosts.names) - cut_off.keys())), 45, every_s=0.2)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return RunConfig(name="run", storage=str(tmp_path / "store"))
-
-
 def cluster(hosts, *names, **more):
     usual = {"wait_s": 0, "environment": WITHOUT_COMPILER}
     return Hosts(list(names), command=hosts.command, leader_address=hosts.address, **{**usual, **more})

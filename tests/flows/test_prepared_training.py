@@ -5,19 +5,13 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from forked_programs import run_program
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import CheckpointStore
-from prefect_torch.flows import RunConfig, ScalingConfig, train
+from prefect_torch.flows import ScalingConfig, train
 
 TWO = ScalingConfig(num_workers=2)
 EXAMPLE = Path(__file__).parents[2] / "examples/lightning_digits.py"
-
-
-@pytest.fixture
-def run(tmp_path):
-    return RunConfig(name="run", storage=str(tmp_path / "store"))
 
 
 def test_prepared_models_and_loaders_train_as_one_process_would(run):

@@ -21,12 +21,6 @@ from prefect_torch.tasks.training.liveness import find_end_before_rerun
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.fixture
-def client():
-    with get_client(sync_client=True) as client:
-        yield client
-
-
 @flow
 def name_itself():
     """Return the name that a training here would have."""

@@ -54,11 +54,6 @@ def epochs(number, **config):
     return {"epochs": number, **config}
 
 
-@pytest.fixture
-def run(tmp_path):
-    return RunConfig(name="run", storage=str(tmp_path / "store"))
-
-
 def test_a_task_runner_with_few_threads_starts_all_ranks(run):
     training = train.with_options(task_runner=ThreadPoolTaskRunner(max_workers=1))
     result = training("trainings:train_epochs", epochs(1), TWO, run, failure=NO_RESTARTS)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_results import Results
-from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig
 
 FOLDER = Path(__file__).parent
@@ -86,11 +85,6 @@ def timed(figure):
 def an_empty_gpu():
     yield
     torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 @pytest.fixture

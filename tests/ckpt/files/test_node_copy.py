@@ -1,7 +1,6 @@
 """What a leader reads from a bucket to prove a checkpoint whole, its node's ranks find, so that it is read once."""
 
 import shutil
-import tempfile
 from pathlib import Path
 from threading import Event
 
@@ -22,14 +21,6 @@ from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt, folder, read_files
 
 DATA = ("get_file", "get_range", "digest")
-
-
-@pytest.fixture
-def node(tmp_path, monkeypatch):
-    """The node's folder for temporary files."""
-    (tmp_path / "node").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
-    return tmp_path / "node"
 
 
 @pytest.fixture

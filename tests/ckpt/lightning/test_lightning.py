@@ -32,11 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore::Deprecati
 THREE = {"max_epochs": 3}
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def fit(attempt, callback=None, model=None, **arguments):
     """Train as a rank's function would, and return the model and the Trainer."""
     model = model or Regression()

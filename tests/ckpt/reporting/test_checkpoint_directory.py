@@ -16,11 +16,6 @@ from ranks import Attempt, as_rank, read_files
 UPLOADS = pytest.mark.parametrize("upload", ["sync", "async"])
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(str(tmp_path / "store"), "run")
-
-
 def write_files(directory, score):
     """Write a large file and more small ones than are synced one by one."""
     (directory / "deep").mkdir(parents=True)

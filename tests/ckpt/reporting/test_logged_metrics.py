@@ -1,15 +1,9 @@
 import pytest
 import torch
-from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting.api import log_metrics
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from ranks import Attempt
 from torch.utils._python_dispatch import TorchDispatchMode
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 def test_rank_0_logs_alone_at_any_step_and_counts_no_report(store):

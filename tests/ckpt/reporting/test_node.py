@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt import CheckpointStore, PeerGoneError, ReportMismatchError
+from prefect_torch.ckpt import PeerGoneError, ReportMismatchError
 from prefect_torch.ckpt.reporting.exchange import peers as peers_module
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -17,11 +17,6 @@ from ranks import Attempt, folder, read_files
 
 NODES = (3, 2, 1)
 WORLD = sum(NODES)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 @given(st.lists(st.binary(max_size=100)))

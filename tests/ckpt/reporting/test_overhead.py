@@ -1,7 +1,7 @@
 import threading
 
 import pytest
-from prefect_torch.ckpt import CheckpointError, CheckpointStore
+from prefect_torch.ckpt import CheckpointError
 from prefect_torch.ckpt.reporting.background import BackgroundCommits
 from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -17,11 +17,6 @@ class Clock:
 
     def __call__(self):
         return self.now_s
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 def test_without_a_target_none_is_ever_due():

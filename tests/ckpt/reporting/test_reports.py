@@ -46,11 +46,6 @@ from ranks import Attempt, Session, as_rank, folder, read_files
 from small_disk import mounted
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def test_files_of_all_ranks_become_one_checkpoint(store, tmp_path):
     def train(session, rank):
         session.report({"loss": float(rank)}, folder(tmp_path / str(rank), **{f"model-{rank}.pt": f"of {rank}"}))

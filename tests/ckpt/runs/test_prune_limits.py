@@ -1,7 +1,7 @@
 import pytest
 from commits import commit
 from owners import HERE, OWNERS
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -9,11 +9,6 @@ from prefect_torch.ckpt.runs.deletion.limits import PruneLimits, prune_limits
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 
 CHECKPOINT = "000001-00000002-08df6443"
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 def test_a_run_without_an_attempt_has_no_limits(store):

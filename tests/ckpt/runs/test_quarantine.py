@@ -5,18 +5,13 @@ import os
 import time
 
 import pytest
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, RetentionPolicy
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import CheckpointConfig
 from ranks import Attempt, folder, read_files
 
 DAY_S = 24 * 3600
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 def fill(store, tmp_path, *scores):

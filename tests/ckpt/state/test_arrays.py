@@ -6,16 +6,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, RankLocal, StateMismatchError
+from prefect_torch.ckpt import CheckpointCorruptError, RankLocal, StateMismatchError
 from ranks import Attempt
 from states import check_equal
 
 DTYPES = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 def report(store, state, world_size=1):

@@ -18,11 +18,6 @@ from safetensors.torch import load_file
 from states import check_equal, make_training
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def reported(store, state, ranks=1):
     """Report what `state(rank)` returns and return the checkpoint."""
     errors = Attempt(store, ranks).run(lambda session, rank: session.report({}, state=state(rank), upload="sync"))

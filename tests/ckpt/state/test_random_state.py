@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import simulated_gpu as gpu
 import torch
-from prefect_torch.ckpt import CheckpointStore, RandomState, RankLocal, RankLocalStateError, StateMismatchError
+from prefect_torch.ckpt import RandomState, RankLocal, RankLocalStateError, StateMismatchError
 from prefect_torch.ckpt.lightning.random_states import read_random_state, save_random_state, set_random_state
 from prefect_torch.ckpt.state.random_state import ProcessGenerators
 from ranks import Attempt
 from simulated_processes import on_simulated_gpu
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 @pytest.fixture(autouse=True)

@@ -22,11 +22,6 @@ class Loader:
         self.state = state
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def report(store, make, ranks=2):
     def train(session, rank):
         session.report({}, state=make(rank), upload="sync")

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.state import expected_size
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
 from prefect_torch.ckpt.state.staging import spare_memory
@@ -35,11 +34,6 @@ def expected():
     spare_memory.expect_reports(expected=True)
     yield
     spare_memory.expect_reports(expected=False)
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 @pytest.fixture

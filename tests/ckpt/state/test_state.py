@@ -17,7 +17,6 @@ from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    CheckpointStore,
     CommitFailedError,
     RankLocal,
     RankLocalStateError,
@@ -47,11 +46,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 def report_states(store, states, world_size=1, **options):

@@ -35,11 +35,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def stored(store, state, ranks=1):
     """Report what `state(rank)` returns, or `state`, and return the checkpoint."""
 

@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import CheckpointNotFoundError, RetentionPolicy
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
 
 
 @pytest.fixture

@@ -32,11 +32,6 @@ OF_RANK_0 = {
 }
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path / "store", "run")
-
-
 def fit(attempt, output_dir, callback=None, before=None, **arguments):
     """Train as a rank's function would, and return the Trainer."""
     trainer = make_trainer(output_dir, **arguments)

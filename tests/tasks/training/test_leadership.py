@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from prefect.logging import disable_run_logger
-from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError
+from prefect_torch.ckpt import FencedError, RunBusyError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks import RunConfig
@@ -14,11 +14,6 @@ from prefect_torch.tasks.training.leadership import Claimant, claim_run
 HERE = Owner.current("0b1c2d3e-0000-4000-8000-000000000001")
 OTHER = "0b1c2d3e-0000-4000-8000-000000000002"
 ELSEWHERE = replace(HERE, host="elsewhere/boot")
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 @pytest.fixture(params=[1, 0], ids=["training", "sweep"])

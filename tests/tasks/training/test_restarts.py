@@ -29,11 +29,6 @@ from prefect_torch.tasks.training.restarts import Restarts
 from prefect_torch.tasks.training.start import claim
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
-
-
 def job(store, **budgets):
     return TrainJob(
         function=pack_function("json:loads", None),

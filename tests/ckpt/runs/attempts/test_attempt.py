@@ -1,7 +1,7 @@
 from dataclasses import asdict, replace
 
 import pytest
-from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import (
     Outcome,
     newest_attempt,
@@ -13,11 +13,6 @@ from prefect_torch.ckpt.runs.attempts.attempt import (
 )
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 @pytest.mark.parametrize(("path", "restored"), [("s3://b/run/checkpoints/000001-00000002-08df6443", True), ("s3://b/x", False)])

@@ -18,11 +18,6 @@ from prefect_torch.ckpt.storage.protocol import StorageSpec
 from wrapped_storage import WrappedStorage
 
 
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
-
-
 def test_attempts_count_from_one(store):
     assert newest_attempt(store) is None
     assert [claim_attempt(store, Owner.current(), world_size=2).number for _ in range(3)] == [1, 2, 3]

@@ -1,14 +1,8 @@
 import pytest
 from owners import HERE, OWNERS
-from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.status import read_status
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(tmp_path, "run")
 
 
 def test_a_run_without_an_attempt_has_no_status(store):

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 from faulty_storage import FaultyStorage
 from prefect.settings import PREFECT_UI_URL, temporary_settings
-from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
+from prefect_torch.ckpt import Plan, RetentionPolicy, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -34,11 +34,6 @@ from run_stories import BEGUN_S, checkpoint_id, claim, record
 
 POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
 CONTEXT = SummaryContext("/store/run")
-
-
-@pytest.fixture
-def store(tmp_path):
-    return CheckpointStore.open(str(tmp_path / "store"), "run")
 
 
 def view_of(store, *events):
