@@ -1,7 +1,8 @@
 """The flow `sweep`: many trainings, searched, each a run of its own, to be called, scheduled and triggered."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -14,8 +15,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
-from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
-from prefect_torch.flows.sweeps.beginning import begin
+from prefect_torch.flows.sweeps.beginning import Beginning, begin
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, history_of
@@ -24,11 +24,12 @@ from prefect_torch.flows.sweeps.optuna_study.samplers import require_optuna
 from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
-from prefect_torch.flows.sweeps.trial_storage import pin_source, remove_lost_pin, unpin_source
+from prefect_torch.flows.sweeps.space import Nested
+from prefect_torch.flows.sweeps.trial_storage import pin_source, remove_lost_pin
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
 from prefect_torch.flows.trials.leading import lead_trials
+from prefect_torch.flows.trials.left_trials import LeftTrials
 from prefect_torch.flows.trials.local_trials import LocalTrials
-from prefect_torch.flows.trials.trial_flow_runs import cancel_flow_runs
 from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
@@ -137,10 +138,34 @@ def sweep(
     shorten_logs()
     tie_embedded_server()
     with outlast_api_outages():
-        return _sweep(train_fn, space, config, search, scaling, run, checkpoint, failure, trials_on)
+        return _run(_checked(train_fn, space, config, search, scaling, run, checkpoint, failure, trials_on))
 
 
-def _sweep(
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """A sweep as its caller gives it, checked.
+
+    Attributes:
+        run: Its run, which holds its records.
+        definition: Its definition.
+        search: How it searches.
+        space: The space that it searches.
+        training: The training of every trial.
+        function: The training function's name, or its location if trials run in a deployment.
+        trials_on: The deployment that runs the trials; None for this process.
+
+    """
+
+    run: Run
+    definition: Definition
+    search: SearchConfig
+    space: Nested
+    training: Training
+    function: str
+    trials_on: str | None
+
+
+def _checked(
     train_fn: str | Callable[..., Any],
     space: dict[str, Any],
     config: dict[str, Any] | None,
@@ -150,89 +175,75 @@ def _sweep(
     checkpoint: CheckpointConfig | None,
     failure: FailureConfig | None,
     trials_on: str | None,
-) -> SweepResult:
+) -> _Sweep:
+    """Return the sweep that the arguments of `sweep` describe; see its errors."""
     require_optuna()
     if search is None:
         raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
     parsed, run_config, failure = parse_space(space), run or RunConfig(), failure or FailureConfig()
     check_search(search, parsed)
     training, function = _training(train_fn, config, scaling or ScalingConfig(), run_config, checkpoint, failure, trials_on)
-    storage = training.storage
-    led = Run.open(storage, run_config.name or name_of_flow_run())
+    led = Run.open(training.storage, run_config.name or name_of_flow_run())
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
-    given = define(function, space, training.config, search)
-    claimed = _claim(led, run_config, given)
-    with _outcome_recorded(led, claimed, storage):
-        begun = begin(led, claimed, given, has_seed=search.seed is not None, may_be_fresh=run_config.resume == "never")
-        definition = begun.definition
-        termination = Termination(failure.grace_s)
+    return _Sweep(led, define(function, space, training.config, search), search, parsed, training, function, trials_on)
+
+
+def _run(sweep: _Sweep) -> SweepResult:
+    """Claim the sweep, run its trials, and return its result."""
+    run, run_config = sweep.run, sweep.training.run_config
+    claimed = _claim(run, run_config, sweep.definition)
+    with _outcome_recorded(run, claimed, sweep.training.storage):
+        has_seed, may_be_fresh = sweep.search.seed is not None, run_config.resume == "never"
+        begun = begin(run, claimed, sweep.definition, has_seed=has_seed, may_be_fresh=may_be_fresh)
+        trials = _lead(sweep, claimed, begun)
+    result = SweepResult.of(run, begun.definition, trials)
+    return completed(summarize_sweep(begun.definition, trials), result)
+
+
+def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, TrialRecord]:
+    """Run the trials of a claimed sweep to their end, and return them."""
+    run, search, training, storage = sweep.run, sweep.search, sweep.training, sweep.training.storage
+    termination = Termination(training.failure.grace_s)
+    events = SweepEvents(run, search.metrics[0], search.modes[0], history_of(begun.events))
+    with closing(events), termination.limit_retries():
+        searched = Search(
+            search,
+            sweep.space,
+            begun.definition.seed,
+            RecordedTrials(begun.events, begun.journal.append, events.observe),
+            run.name,
+            partial(pin_source, storage),
+            keeps_left_runs=training.checkpoint.num_to_keep is None,
+        )
+        before = dict(searched.trials)
+        remove_lost_pin(run, before.values())
+        left = LeftTrials(run, are_deployed=sweep.trials_on is not None)
+        left.cancel_former(begun.former.values())
+        if sweep.trials_on is None:
+            left.cancel(before.values(), "the sweep goes on with its trials in its own process")
+        left.record_expected_questions()
+        check_lead = partial(check_fence, run, claimed.number)
+
+        def check_before_trial() -> None:
+            check_lead()
+            left.cancel_again()
+
+        trials: TrialRuns = LocalTrials(training, searched)
+        if sweep.trials_on is not None:
+            trials = DeployedTrials(training, searched, run, check_lead, sweep.trials_on, sweep.function)
+        # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
         with (
-            closing(SweepEvents(led, search.metrics[0], search.modes[0], history_of(begun.events))) as told,
-            termination.limit_retries(),
+            spared_from_suspension(),
+            cancellable(termination),
+            show_sweep(run, begun.definition, searched, search, training.run_config),
         ):
-            check_lead = partial(check_fence, led, claimed.number)
-            searched = Search(
-                search,
-                parsed,
-                definition.seed,
-                RecordedTrials(begun.events, begun.journal.append, told.observe),
-                led.name,
-                partial(pin_source, storage),
-                keeps_left_runs=training.checkpoint.num_to_keep is None,
-            )
-            before = dict(searched.trials)
-            remove_lost_pin(led, before.values())
-            left = _leave(led, begun.former.values())
-            if trials_on is None:
-                left += _cancel_deployed(led, before.values(), "the sweep goes on with its trials in its own process")
-            # Those that are left ask, get no answer, and stop: else they would train without decisions.
-            expect_questions(led, are_expected=trials_on is not None or bool(left))
-
-            def cancel_left() -> None:
-                if left:
-                    left[:] = cancel_flow_runs(left, "the sweep goes on without it")
-                    expect_questions(led, are_expected=trials_on is not None or bool(left))
-
-            def check_before_trial() -> None:
-                check_lead()
-                cancel_left()
-
-            trials: TrialRuns = LocalTrials(training, searched)
-            if trials_on is not None:
-                trials = DeployedTrials(training, searched, led, check_lead, trials_on, function)
-            # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
-            with (
-                spared_from_suspension(),
-                cancellable(termination),
-                show_sweep(led, definition, searched, search, run_config),
-            ):
-                searched.lead(claimed.number, definition.config, is_fresh=begun.is_fresh)
-                termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_before_trial))
-            cancel_left()
-            if before and searched.trials == before:
-                get_run_logger().warning("%s", _nothing_left(search, searched))
-    result = SweepResult.of(led, definition, searched.trials)
-    return completed(summarize_sweep(definition, searched.trials), result)
-
-
-def _leave(led: Run, trials: Iterable[TrialRecord]) -> list[TrialRecord]:
-    """Cancel the flow runs of the former trials of a sweep that begins again, and remove their pins; see `_cancel_deployed`."""
-    left = _cancel_deployed(led, trials, "the sweep begins again without its trials")
-    for trial in trials:
-        if trial.source is not None:
-            unpin_source(led.spec, trial.source, trial.run)
-    return left
-
-
-def _cancel_deployed(led: Run, trials: Iterable[TrialRecord], reason: str) -> list[TrialRecord]:
-    """Cancel the flow runs of a deployment that an earlier start of the sweep left for its trials, queued ones, too.
-
-    Returns the trials whose flow runs could not be cancelled.
-    """
-    if not are_questions_expected(led):
-        return []
-    return cancel_flow_runs([trial for trial in trials if trial.state == "running"], reason)
+            searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
+            termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_before_trial))
+        left.cancel_again()
+        if before and searched.trials == before:
+            get_run_logger().warning("%s", _nothing_left(search, searched))
+    return searched.trials
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

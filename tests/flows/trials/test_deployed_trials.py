@@ -44,7 +44,6 @@ from prefect_torch.flows import (
     ScalingConfig,
     SearchConfig,
     sweep,
-    sweeping,
     uniform,
 )
 from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
@@ -56,6 +55,7 @@ from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
+from prefect_torch.flows.trials.left_trials import LeftTrials
 from prefect_torch.flows.trials.trial_flow_runs import FlowRunWatch
 from prefect_torch.flows.trials.trial_runs import Training
 from prefect_torch.tasks.prefect_api.settings import without_retries
@@ -467,13 +467,13 @@ def test_flow_runs_of_a_sweep_that_begins_again_are_cancelled(api, tmp_path):
     running, ended = TRIAL, replace(TRIAL, number=1, state="completed")
     api.tagged = [api.flow_run, api.flow_run.model_copy(update={"id": uuid4(), "state": Cancelling()})]
     with without_retries():
-        sweeping._leave(led, [running, ended])
+        LeftTrials(led, are_deployed=False).cancel_former([running, ended])
         assert (api.looks, api.cancelled) == (0, []), "its trials were no flow runs of a deployment"
         expect_questions(led, are_expected=True)
-        sweeping._leave(led, [running, ended])
+        LeftTrials(led, are_deployed=False).cancel_former([running, ended])
         assert (api.looks, api.cancelled) == (1, [api.flow_run.id])
         api.is_away = True
-        sweeping._leave(led, [running])
+        LeftTrials(led, are_deployed=False).cancel_former([running])
         assert api.cancelled == [api.flow_run.id]
 
 
