@@ -5,11 +5,11 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
 from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
@@ -20,9 +20,9 @@ from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_some
 
+from .failures import Failures
 from .links import without_targets
 from .marks import marked, remove_stale_marks
-from .pruning import MOST_IN_A_ROW
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
@@ -48,6 +48,73 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
         StorageError, OSError: If the storage fails at a listing, or at three deletions in a row.
 
     """
+    found = _list_all(run)
+    # An object may have a date in the future, such as a file of a machine whose clock was wrong.
+    at_least_s = min(found.now_s, time.time())
+    data, quarantined, present = found.data, found.quarantined, found.present
+    failures = Failures()
+    garbage = _delete_abandoned(run, found, grace_s, failures)
+    if keep_quarantined_days is not None:
+        expired_s = at_least_s - keep_quarantined_days * _DAY_S
+        expired = [it for it, since_s in quarantined.items() if it in data and it not in present and since_s <= expired_s]
+        garbage += _delete_quarantined(run, expired, data, failures)
+    kept = present | (quarantined.keys() & (data.keys() - set(garbage)))
+    _delete_left_evaluations(run, found.manifests, failures, kept=kept)
+    with failures.note("logs of evaluations"):
+        delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
+    _delete_unreported(run, found.newest_attempt, found.now_s - grace_s, failures)
+    with failures.note("empty directories"):
+        _remove_emptied(run, data, found.now_s - grace_s)
+    with failures.note("marks of deletions and copies"):
+        remove_stale_marks(run, at_least_s)
+        run.storage.delete(found.stale)
+    # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
+    with failures.note("temporary files"):
+        run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - found.now_s))
+    _warn(run, failures)
+    return garbage
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the listings of a run show.
+
+    Attributes:
+        data: The keys of the data of each checkpoint, committed or not.
+        modified_s: When the newest of these data were stored.
+        manifests: The keys of the manifests, and of what lies beside them.
+        committed: The ids of the committed checkpoints.
+        present: These, and the ids of those that are being copied to here.
+        stale: The marks of copies that were killed.
+        quarantined: When each quarantined checkpoint was quarantined.
+        newest_attempt: The number of the newest attempt.
+        now_s: The storage's own clock, taken from its newest object: this machine's may be hours off.
+
+    """
+
+    data: Mapping[str, Collection[str]]
+    modified_s: Mapping[str, float]
+    manifests: Collection[str]
+    committed: Collection[str]
+    present: set[str]
+    stale: Collection[str]
+    quarantined: Mapping[str, float]
+    newest_attempt: int
+    now_s: float
+
+    def is_garbage(self, checkpoint_id: str, grace_s: float) -> bool:
+        """Return whether the data of a checkpoint are garbage; see `collect_garbage`."""
+        if not is_id(checkpoint_id) or checkpoint_id in self.present or checkpoint_id in self.quarantined:
+            return False
+        attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
+        # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
+        if any(attempt_of(other) == attempt and step_of(other) > step for other in self.committed):
+            return True
+        return attempt < self.newest_attempt and self.modified_s[checkpoint_id] < self.now_s - grace_s
+
+
+def _list_all(run: Run) -> _Found:
+    """List what a collection decides by, in the order in which nothing that is committed meanwhile looks like garbage."""
     data, modified_s = _stored_data(run)
     # Listed before and after the manifests: a restore puts the manifest, then removes the note; a quarantine does the opposite.
     quarantined = _quarantined(run)
@@ -57,89 +124,48 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     # An incoming checkpoint makes no garbage of others, as a committed one does of earlier steps.
     committed = {it for key in manifests.keys() - set(incoming) if (it := committed_id(run.layout, key)) is not None}
     attempts = list(run.storage.list(run.layout.attempts))
-    newest_attempt = max((attempt_number(info.key) for info in attempts), default=0)
     quarantined |= _quarantined(run)
-    # The storage's own clock, taken from its newest object: this machine's may be hours off.
-    now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
-    # An object may have a date in the future, such as a file of a machine whose clock was wrong.
-    at_least_s = min(now_s, time.time())
-    # Their copies were killed. By this machine's clock: in a run to which nothing else is written, the storage's stands still.
+    # By this machine's clock: in a run to which nothing else is written, the storage's stands still.
     stale = {key for key in incoming if manifests[key] < time.time() - _LONGEST_COPY_S}
-    present = committed | {stem(key) for key in incoming if key not in stale}
+    now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
+    return _Found(
+        data=data,
+        modified_s=modified_s,
+        manifests=manifests,
+        committed=committed,
+        present=committed | {stem(key) for key in incoming if key not in stale},
+        stale=stale,
+        quarantined=quarantined,
+        newest_attempt=max((attempt_number(info.key) for info in attempts), default=0),
+        now_s=now_s,
+    )
 
-    def is_garbage(checkpoint_id: str) -> bool:
-        if not is_id(checkpoint_id) or checkpoint_id in present or checkpoint_id in quarantined:
-            return False
-        attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
-        # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
-        if any(attempt_of(other) == attempt and step_of(other) > step for other in committed):
-            return True
-        return attempt < newest_attempt and modified_s[checkpoint_id] < now_s - grace_s
 
-    def is_kept(checkpoint_id: str) -> bool:
-        """Check by key: a listing may have missed a manifest or a note, and a deletion is final."""
-        return run.exists(checkpoint_id) or find_size(run.storage, run.layout.quarantine(checkpoint_id)) is not None
-
-    failures = _Failures()
-    garbage: list[str] = []
-    for checkpoint_id in filter(is_garbage, sorted(data)):
-        with failures.noted(checkpoint_id):
-            if is_kept(checkpoint_id) or is_read(run.storage, data[checkpoint_id]):
+def _delete_abandoned(run: Run, found: _Found, grace_s: float, failures: Failures) -> list[str]:
+    """Delete the data of checkpoints that were never committed, or were pruned by half, and return their ids."""
+    deleted = []
+    for checkpoint_id in sorted(it for it in found.data if found.is_garbage(it, grace_s)):
+        with failures.note(checkpoint_id):
+            if _is_kept(run, checkpoint_id) or is_read(run.storage, found.data[checkpoint_id]):
                 continue
-            run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
-            garbage.append(checkpoint_id)
+            run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, found.data[checkpoint_id])])
+            deleted.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
-    if keep_quarantined_days is not None:
-        expired_s = at_least_s - keep_quarantined_days * _DAY_S
-        expired = [it for it, since_s in quarantined.items() if it in data and it not in present and since_s <= expired_s]
-        garbage += _delete_quarantined(run, expired, data, failures)
-    kept = present | (quarantined.keys() & (data.keys() - set(garbage)))
-    _delete_left_evaluations(run, manifests, failures, kept=kept)
-    with failures.noted("logs of evaluations"):
-        delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
-    _delete_unreported(run, newest_attempt, now_s - grace_s, failures)
-    with failures.noted("empty directories"):
-        _remove_emptied(run, data, now_s - grace_s)
-    with failures.noted("marks of deletions and copies"):
-        remove_stale_marks(run, at_least_s)
-        run.storage.delete(stale)
-    # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
-    with failures.noted("temporary files"):
-        run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - now_s))
-    failures.warn(run)
-    return garbage
+    return deleted
 
 
-class _Failures:
-    """The deletions that failed: they do not stop the others, until the storage has not answered three in a row."""
+def _is_kept(run: Run, checkpoint_id: str) -> bool:
+    """Check by key: a listing may have missed a manifest or a note, and a deletion is final."""
+    return run.exists(checkpoint_id) or find_size(run.storage, run.layout.quarantine(checkpoint_id)) is not None
 
-    def __init__(self) -> None:
-        self._failed: list[tuple[str, Exception]] = []
-        self._num_in_a_row = 0
 
-    @contextmanager
-    def noted(self, what: str) -> Iterator[None]:
-        """Note the error of the block; `what` is what it deletes, for the warning."""
-        try:
-            yield
-        except (StorageError, OSError) as exc:
-            self._failed.append((what, exc))
-            self._num_in_a_row = self._num_in_a_row + 1 if isinstance(exc, StorageError) else 0
-            if self._num_in_a_row == MOST_IN_A_ROW:
-                raise
-        else:
-            self._num_in_a_row = 0
-
-    def warn(self, run: Run) -> None:
-        """Log one warning of all failures, with the first error."""
-        if self._failed:
-            failed = show_some([what for what, _ in self._failed])
-            _logger.warning(
-                "garbage of run %r could not be deleted (%s), and is left to the next prune; the first error: %s",
-                run.name,
-                failed,
-                self._failed[0][1],
-            )
+def _warn(run: Run, failures: Failures) -> None:
+    """Log one warning of all failures, with the first error."""
+    if failures.noted:
+        _logger.warning(
+            "garbage of run %r could not be deleted (%s), and is left to the next prune; the first error: %s",
+            *(run.name, show_some([what for what, _ in failures.noted]), failures.noted[0][1]),
+        )
 
 
 def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
@@ -155,7 +181,7 @@ def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
     return data, modified_s
 
 
-def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures: _Failures) -> None:
+def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures: Failures) -> None:
     """Delete the directories of ranks of older attempts without a write since `before_s`: these ranks were killed."""
     folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
     if folder is None:
@@ -168,7 +194,7 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures:
     for name, modified_s in newest_s.items():
         if modified_s < before_s:  # not by keys: a function may give its files names that are no keys
             # The suppressed error: another process collects garbage, too.
-            with failures.noted(f"unreported/{name}"), suppress(FileNotFoundError):
+            with failures.note(f"unreported/{name}"), suppress(FileNotFoundError):
                 (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
     with suppress(OSError):  # it still holds directories of live ranks
         folder.rmdir()
@@ -192,13 +218,11 @@ def _quarantined(run: Run) -> dict[str, float]:
     return {stem(info.key): info.modified_s for info in run.storage.list(run.layout.quarantined)}
 
 
-def _delete_quarantined(
-    run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]], failures: _Failures
-) -> list[str]:
+def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Collection[str]], failures: Failures) -> list[str]:
     """Delete the data of expired checkpoints that are neither pinned nor restored, and return their ids."""
     deleted = []
     for checkpoint_id in sorted(expired):
-        with failures.noted(checkpoint_id):
+        with failures.note(checkpoint_id):
             with marked(run, [checkpoint_id]) as mark:
                 mark.renew()
                 if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
@@ -209,13 +233,13 @@ def _delete_quarantined(
     return deleted
 
 
-def _delete_left_evaluations(run: Run, keys: Iterable[str], failures: _Failures, *, kept: Collection[str]) -> None:
+def _delete_left_evaluations(run: Run, keys: Iterable[str], failures: Failures, *, kept: Collection[str]) -> None:
     """Delete those evaluations among `keys` whose checkpoint is gone, for example pruned while they were written."""
     left: dict[str, list[str]] = defaultdict(list)
     for key in keys:
         if (evaluation := evaluation_of(run.layout, key)) is not None and evaluation[0] not in kept:
             left[evaluation[0]].append(key)
     for checkpoint_id, attached in left.items():
-        with failures.noted(f"evaluations of {checkpoint_id}"):
+        with failures.note(f"evaluations of {checkpoint_id}"):
             if not run.exists(checkpoint_id):  # it may have been committed during the listing
                 run.storage.delete(attached)

@@ -1,6 +1,7 @@
 """Deletion of checkpoints: the manifest first, the data after it; never a pinned checkpoint or one that is read."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from prefect_torch.ckpt.errors import FencedError, StorageError
@@ -14,6 +15,7 @@ from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_eva
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
+from .failures import Failures
 from .limits import PruneLimits
 from .links import without_targets
 from .marks import DeletionMark, marked
@@ -21,9 +23,6 @@ from .marks import DeletionMark, marked
 
 class DeletionRefusedError(StorageError):
     """The storage refuses every deletion: these credentials do not allow it, or the storage keeps all objects."""
-
-
-MOST_IN_A_ROW = 3  # failures of a storage that has not answered within its retries, two minutes each
 
 
 def prune(run: Run, policy: RetentionPolicy, limits: PruneLimits, *, dry_run: bool) -> Plan[Manifest]:
@@ -87,39 +86,34 @@ def _delete_all(
     attempt: int | None = None,
 ) -> set[str]:
     """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
-    failures: list[tuple[Manifest, Exception]] = []
-    num_done = num_in_a_row = 0
+    failures = Failures()
+    num_done = 0
     kept: set[str] = set()
     pinned: frozenset[str] | None = None
-    for manifest in dropped:
-        try:
-            if mark.is_due:
-                pinned = None
-                _renew(run, mark, attempt)
-            if pinned is None:
-                pinned = mark.pinned()
-            if manifest.id in pinned:
-                kept.add(manifest.id)
-            else:
-                _delete(run, manifest, evaluations[manifest.id])
-        except (StorageError, OSError) as exc:
-            failures.append((manifest, exc))
-            num_in_a_row = num_in_a_row + 1 if isinstance(exc, StorageError) else 0
-            if num_in_a_row == MOST_IN_A_ROW:
-                break
-        else:
-            num_done, num_in_a_row = num_done + 1, 0
-    if failures:
-        raise _failure(run, failures, num_done, len(dropped)) from failures[0][1]
+    with suppress(StorageError):  # it is noted, and the storage does not answer: raised below
+        for manifest in dropped:
+            with failures.note(manifest.id):
+                if mark.is_due:
+                    pinned = None
+                    _renew(run, mark, attempt)
+                if pinned is None:
+                    pinned = mark.pinned()
+                if manifest.id in pinned:
+                    kept.add(manifest.id)
+                else:
+                    _delete(run, manifest, evaluations[manifest.id])
+                num_done += 1
+    if failures.noted:
+        raise _failure(run, failures.noted, num_done, len(dropped)) from failures.noted[0][1]
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection deletes the logs of the others
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
 
 
-def _failure(run: Run, failures: Sequence[tuple[Manifest, Exception]], num_done: int, count: int) -> StorageError:
+def _failure(run: Run, failures: Sequence[tuple[str, Exception]], num_done: int, count: int) -> StorageError:
     """Return the error of a deletion of `count` checkpoints, of which only `num_done` are deleted."""
-    manifest, first = failures[0]
-    left = f"{count - num_done} of {count} checkpoints of run {run.name!r} could not be deleted, {manifest.id} first: {first}"
+    checkpoint_id, first = failures[0]
+    left = f"{count - num_done} of {count} checkpoints of run {run.name!r} could not be deleted, {checkpoint_id} first: {first}"
     if num_done == 0 and all(isinstance(exc, PermissionError) for _, exc in failures):
         return DeletionRefusedError(left)
     return StorageError(f"{left}; the next prune tries again")
