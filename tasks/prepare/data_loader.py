@@ -6,8 +6,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from .device import get_device, get_rank_and_size
+from .own_position_loader import OwnPositionDataLoader
 from .prepared_loader import PreparedDataLoader
-from .resumable_loader import OwnPositionDataLoader, ResumableDataLoader
+from .resumable_loader import ResumableDataLoader
 from .resumable_sampler import ResumableSampler
 from .sampling import (
     EpochSampler,

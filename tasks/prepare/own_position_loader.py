@@ -1,0 +1,204 @@
+"""A loader whose position is kept by itself and stored with the state, so that a restart in an epoch misses nothing.
+
+It wraps torchdata's StatefulDataLoader, or any loader with a state_dict: data without an order (an IterableDataset), and a
+position for each rank, which loads at the same number of ranks. torchdata is not a dependency.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from prefect_torch.ckpt import RankLocal
+
+from .prepared_loader import PreparedDataLoader, generators_kept
+from .resumable_sampler import restored_within
+from .sampling import distributed_sampler
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+class OwnPositionDataLoader(PreparedDataLoader):
+    """A prepared loader whose state is the position that its loader keeps by itself, one for each rank.
+
+    It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`.
+
+    Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
+    depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
+
+    A first iteration that is left after its first batch is a look at a batch: the next one begins where it began.
+
+    A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
+    behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
+
+    Args:
+        loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.
+        device: The device to move batches to; None to leave them where they are.
+
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
+        super().__init__(loader, device)
+        vars(self).update(_at=_Place(), _restored=None, _begun=(_Place(), None), _num_begun=0)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
+        """Start the next epoch, or the rest of the restored one."""
+        batches = super().__iter__()
+        place = self._place()
+        followed = self._followed(batches, place)
+        # zip() asks none of the loaders behind the first that has no batch left.
+        return chain(list(islice(followed, 1)), followed) if self._has_used_all(place) else followed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, counted from 0."""
+        return self._place().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration; not needed, as epochs are counted and restored.
+
+        Raises:
+            ValueError: If another epoch was restored, and some of its batches are used.
+
+        """
+        if self._is_look() and vars(self)["_begun"][1] is not None and epoch == self._place().epoch:
+            self._begin_again()
+        place, is_restored = self._place(), vars(self)["_restored"] is not None
+        if is_restored and place.used and epoch != place.epoch:
+            raise ValueError(restored_within(place.epoch, epoch))
+        super().set_epoch(epoch)
+        if not is_restored or epoch != place.epoch:
+            vars(self)["_at"] = _Place(epoch, is_left=place.is_left or place.is_begun)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
+        restored = vars(self)["_restored"]  # torchdata would read up to the position for its state, and count twice
+        own = RankLocal(self._own_state() if restored is None else restored)
+        return {**self._place().state_dict(), "loader": own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration start where the state of the loader was taken."""
+        loader: Any = self._wrapped()
+        own = state_dict["loader"]
+        own = own.value if isinstance(own, RankLocal) else own
+        loader.load_state_dict(own)
+        super().set_epoch(state_dict["epoch"])
+        vars(self).update(_at=_Place.of(state_dict), _restored=own, _num_begun=0)
+
+    def _begin_epoch(self) -> None:
+        sampler = distributed_sampler(self)
+        if self._is_look() and (sampler is None or sampler.epoch == self._place().epoch):
+            self._begin_again()
+        super()._begin_epoch()
+        place, restored = self._place(), vars(self)["_restored"]
+        epoch = place.epoch + place.is_begun if sampler is None else int(sampler.epoch)
+        self._set_epoch_of_parts(epoch)  # in each epoch: a resumed training sets it, too
+        if sampler is not None:
+            sampler.epoch = vars(self)["_begun_epoch"]  # so that it counts on
+        if restored is not None:
+            with generators_kept():  # data without random access are read up to the position again, with draws
+                self._restart(restored, place)
+        begun = _Place(epoch, 0 if place.is_begun else place.used, is_left=place.is_left)
+        vars(self).update(_at=replace(begun, is_left=False, is_begun=True), _restored=None, _begun=(begun, restored))
+        vars(self)["_num_begun"] += 1  # since the loader was made, or its state was restored
+
+    def _is_look(self) -> bool:
+        """Return whether at most one batch was taken of the first iteration, as for its shape, and its epoch has not ended."""
+        place = self._place()
+        return bool(vars(self)["_num_begun"] == 1) and place.is_begun and place.used - vars(self)["_begun"][0].used <= 1
+
+    def _begin_again(self) -> None:
+        """Let the next iteration start where the newest one did."""
+        place, restored = vars(self)["_begun"]
+        if restored is not None:
+            loader: Any = self._wrapped()
+            loader.load_state_dict(restored)
+        vars(self).update(_at=place, _restored=restored, _begun_epoch=None)
+        vars(self)["_iterations"] -= 1
+
+    def _restart(self, restored: Any, place: "_Place") -> None:
+        if place.is_left:  # as in the training before: this iteration was begun, and another one comes next
+            with self._own_generator():
+                iter(self._wrapped())
+        else:
+            self._own_state()
+            _count_once(self._wrapped(), restored)
+
+    def _own_state(self) -> Any:
+        loader: Any = self._wrapped()
+        with self._own_generator():  # torchdata starts an iteration for its state
+            return loader.state_dict()
+
+    def _followed(self, batches: Iterator[Any], place: "_Place") -> Iterator[Any]:
+        try:
+            for batch in batches:
+                place.used += 1
+                yield batch
+        except GeneratorExit:  # zip() exhausts only its shortest argument
+            if self._has_used_all(place):
+                place.end(is_left=True)
+            raise
+        place.end()
+
+    def _has_used_all(self, place: "_Place") -> bool:
+        with suppress(TypeError):  # a dataset without a length
+            return place.used > 0 and place.used == len(self)
+        return False
+
+    def _place(self) -> "_Place":
+        place: _Place = vars(self)["_at"]
+        return place
+
+
+@dataclass(slots=True)
+class _Place:
+    """The progress of one iteration over a loader that keeps its own position.
+
+    Attributes:
+        epoch: Counted from 0.
+        used: The number of used batches of the epoch.
+        is_left: Whether the epoch is still to begin, and the loader's own position is in an iteration that was left.
+        is_begun: Whether this process has begun the epoch.
+
+    """
+
+    epoch: int = 0
+    used: int = 0
+    is_left: bool = False
+    is_begun: bool = False
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "_Place":
+        """Return the place of a state of `state_dict`; that of a former version has only the epoch."""
+        return cls(state["epoch"], state.get("used", 0), state.get("is_left", False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values, which may differ between ranks."""
+        return {"epoch": self.epoch, "used": self.used, "is_left": self.is_left}
+
+    def end(self, *, is_left: bool = False) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch, self.used, self.is_left, self.is_begun = self.epoch + 1, 0, is_left, False
+
+
+def _count_once(loader: Any, restored: Any) -> None:
+    """Correct the position of a loader of torchdata 0.11 that has read data without a state up to the `restored` position.
+
+    Such a loader begins with the stored number of batches and counts those that it skips again; the next resume would skip as
+    many too many.
+    """
+    iterator: Any = getattr(loader, "_iterator", None)
+    if not isinstance(restored, Mapping) or not hasattr(iterator, "_num_yielded"):
+        return
+    of_workers = restored.get("_snapshot")
+    if of_workers is None:
+        stored = restored.get("_num_yielded", iterator._num_yielded)  # noqa: SLF001 - torchdata gives no access to it
+    else:
+        stored = of_workers["_snapshot_step"] + restored["_steps_since_snapshot"]
+    if (twice := iterator._num_yielded - stored) > 0:  # noqa: SLF001 - no access in torchdata
+        iterator._num_yielded -= twice  # noqa: SLF001 - no access in torchdata
+        if of_workers is not None:
+            iterator._snapshot["_snapshot_step"] -= twice  # noqa: SLF001 - no access in torchdata
