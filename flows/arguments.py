@@ -17,7 +17,7 @@ from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, rest
 from prefect_torch.flows.run_names import digest_of
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
-from prefect_torch.tasks.gang.gpus import GpuAllocation
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef

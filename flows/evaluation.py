@@ -16,7 +16,7 @@ from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
 from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
-from prefect_torch.tasks.gang.gpus import GpusBusyError
+from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import LogLevel, LogRanks

@@ -18,7 +18,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks import train_workers
-from prefect_torch.tasks.gang.gpus import GpuAllocation
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.processes.local_rank import prepare_ranks
 from prefect_torch.tasks.gang.returned import released

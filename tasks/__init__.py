@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
     from prefect_torch.tasks.gang.engines.ray_cluster import RayCluster
     from prefect_torch.tasks.gang.engines.slurm_cluster import SlurmCluster
-    from prefect_torch.tasks.gang.gpus import GpusBusyError
+    from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
     from prefect_torch.tasks.gang.rank_task import train_rank
     from prefect_torch.tasks.options.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from prefect_torch.tasks.options.sync import SyncConfig
@@ -37,7 +37,7 @@ _MODULES = {
     "CheckpointConfig": ".options.config",
     "DaskCluster": ".gang.engines.dask_cluster",
     "FailureConfig": ".options.config",
-    "GpusBusyError": ".gang.gpus",
+    "GpusBusyError": ".gang.gpus.allocation",
     "Hosts": ".gang.engines.hosts",
     "KubernetesCluster": ".gang.engines.kubernetes_cluster",
     "NotEnoughMachinesError": ".rank.errors",

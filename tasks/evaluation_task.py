@@ -13,7 +13,7 @@ from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.tasks.gang.gpus import GpuAllocation
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.gang.rank_logs import RankLogs, rank_logs

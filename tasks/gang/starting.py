@@ -16,7 +16,7 @@ from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 from .gang import Gang
-from .gpus import GpuAllocation
+from .gpus.allocation import GpuAllocation
 from .rank_logs import RankLogs
 
 

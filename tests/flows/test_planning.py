@@ -9,8 +9,9 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, write_
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, SyncConfig, plan
-from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation
+from prefect_torch.tasks.gang.gpus import allocation, locks
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
+from prefect_torch.tasks.gang.gpus.listing import Gpu
 from ranks import Attempt, folder
 
 TRAIN_FN = "trainings:train_epochs"
@@ -155,8 +156,10 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
 
 @pytest.fixture
 def two_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "_LOCKS", tmp_path)
-    monkeypatch.setattr(gpus, "list_gpus", lambda _: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"])
+    monkeypatch.setattr(locks, "_LOCKS", tmp_path)
+    monkeypatch.setattr(
+        allocation, "list_gpus", lambda _: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"]
+    )
 
 
 def test_gpus_are_counted_and_those_in_use_named(store, two_gpus):

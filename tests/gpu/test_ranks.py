@@ -13,7 +13,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments.command_line.doctor import gpu_checks
 from prefect_torch.flows import FailureConfig, ScalingConfig, train
-from prefect_torch.tasks.gang.gpus import GpusBusyError
+from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ONCE = FailureConfig(max_failures=1)

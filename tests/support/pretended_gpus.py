@@ -51,7 +51,7 @@ def uuid(name: str) -> str:
 
 def listed(_: Any = None) -> list[Any]:
     """Return what `list_gpus` returns, without torch."""
-    from prefect_torch.tasks.gang.gpus import Gpu  # noqa: PLC0415 - ranks, which import this module, never import prefect
+    from prefect_torch.tasks.gang.gpus.listing import Gpu  # noqa: PLC0415 - ranks, which import this module, never import prefect
 
     return [Gpu(uuid(name), NAME, "FAKEGPU_VISIBLE_DEVICES", name) for name in visible()]
 

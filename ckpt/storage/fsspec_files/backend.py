@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import fsspec
 from prefect_torch.ckpt.errors import CheckpointError, StorageError, full_storage
@@ -20,21 +20,11 @@ from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_n
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
-from .connections import Connections, with_limited_waits
-from .files import (
-    can_replace,
-    create,
-    find_files,
-    make_folder,
-    open_whole,
-    read_range,
-    read_whole,
-    remove_empty,
-    require_whole,
-    rmdir_spares_files,
-)
+from .connections import Connections, FileSystem, with_limited_waits
+from .folders import find_files, make_folder, remove_empty, rmdir_spares_files
+from .reads import open_whole, read_range, read_whole
+from .writes import can_replace, create, require_whole
 
-FileSystem: TypeAlias = Any  # fsspec ships no types
 _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code
 
 

@@ -5,9 +5,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from .files import FileSystem
+FileSystem: TypeAlias = Any  # fsspec ships no types
 
 _LONGEST_SILENCE_S = 120.0
 _KEEPALIVE_S = 30

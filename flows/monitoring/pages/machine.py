@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.tasks.gang.driver_programs import DriverHangsError, ask_driver
+from prefect_torch.tasks.gang.gpus.driver_programs import DriverHangsError, ask_driver
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
 from prefect_torch.tasks.run_logs import get_run_logger
 

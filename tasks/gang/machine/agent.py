@@ -32,7 +32,7 @@ from .neighbours import Neighbours
 from .versions import versions
 
 if TYPE_CHECKING:
-    from prefect_torch.tasks.gang.gpus import GpuAllocation
+    from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
 _CONNECT_S = 20.0
@@ -86,7 +86,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _take_gpus(most: int | None, leader: str) -> "GpuAllocation":
-    from prefect_torch.tasks.gang.gpus import take_free  # noqa: PLC0415 - most agents need none of it
+    from prefect_torch.tasks.gang.gpus.allocation import take_free  # noqa: PLC0415 - most agents need none of it
 
     return take_free(most, f"a training led from {leader}")
 

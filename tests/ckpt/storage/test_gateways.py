@@ -21,7 +21,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files import connections as fsspec_connections
-from prefect_torch.ckpt.storage.fsspec_files import files as fsspec_files
+from prefect_torch.ckpt.storage.fsspec_files import reads as fsspec_reads
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
@@ -629,12 +629,12 @@ def test_a_part_of_a_file_is_read_from_a_server_with_one_response_to_it(password
 
 
 def test_a_connection_of_ftp_whose_transfer_ends_without_a_response_is_not_lent_again(monkeypatch):
-    monkeypatch.setattr(fsspec_files, "_LONGEST_END_S", 0.01)
+    monkeypatch.setattr(fsspec_reads, "_LONGEST_END_S", 0.01)
     here, there = socket.socketpair()
     connection = SimpleNamespace(ftp=ftplib.FTP())
     connection.ftp.sock, connection.ftp.file = here, here.makefile()
     connections = fsspec_connections.Connections(lambda: connection)
     with there, connections.lent():
-        fsspec_files._hear_end(connection.ftp)
+        fsspec_reads._hear_end(connection.ftp)
     assert connection.ftp.sock is None
     assert connections._idle == []

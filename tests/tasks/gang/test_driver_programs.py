@@ -7,8 +7,8 @@ import sys
 from typing import ClassVar
 
 import pytest
-from prefect_torch.tasks.gang import driver_programs
-from prefect_torch.tasks.gang.driver_programs import DriverHangsError, ask_driver
+from prefect_torch.tasks.gang.gpus import driver_programs
+from prefect_torch.tasks.gang.gpus.driver_programs import DriverHangsError, ask_driver
 
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 

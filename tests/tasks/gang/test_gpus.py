@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_programs import Popen, PopenOfProgram
-from prefect_torch.tasks.gang import driver_programs, gpus
-from prefect_torch.tasks.gang.gpus import Gpu, GpuAllocation, GpusBusyError, list_gpus, take_free
+from prefect_torch.tasks.gang.gpus import allocation as allocating
+from prefect_torch.tasks.gang.gpus import driver_programs, listing, locks
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation, GpusBusyError, take_free
+from prefect_torch.tasks.gang.gpus.listing import Gpu, list_gpus
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from pretended_gpus import listed
 from small_disk import mounted
@@ -22,10 +24,10 @@ SUPPORT = Path(__file__).parents[2] / "support"
 HOLD = """
 import os, sys, time
 from pretended_gpus import listed
-from prefect_torch.tasks.gang import gpus
-from prefect_torch.tasks.gang.gpus import GpuAllocation
+from prefect_torch.tasks.gang.gpus import allocation
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.processes.process import RankProcess
-gpus.list_gpus = listed
+allocation.list_gpus = listed
 allocated = GpuAllocation(int(sys.argv[1]), 0.0, "the other")
 allocated.take(lambda: None)
 rank = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
@@ -45,17 +47,17 @@ def torchs_machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)  # of the program that lists them
-    monkeypatch.setattr(gpus, "get_run_logger", lambda: gpus_log)
-    monkeypatch.setattr(gpus, "_POLL_S", 0.01)
+    monkeypatch.setattr(allocating, "_run_logger", lambda: gpus_log)
+    monkeypatch.setattr(allocating, "_POLL_S", 0.01)
     yield
-    for lock in gpus._LOCKS.glob(f"{gpus._PREFIX}fake-{tmp_path.name}-*"):
+    for lock in locks._LOCKS.glob(f"{locks._PREFIX}fake-{tmp_path.name}-*"):
         lock.unlink()
 
 
 @pytest.fixture
 def machine(torchs_machine, monkeypatch):
     """The same, without a process that lists them."""
-    monkeypatch.setattr(gpus, "list_gpus", listed)
+    monkeypatch.setattr(allocating, "list_gpus", listed)
 
 
 class Log(list):
@@ -126,9 +128,9 @@ def test_a_torch_that_cannot_list_gpus_says_why(torchs_machine, monkeypatch):
 )
 def test_the_variable_is_that_of_the_kind_of_gpu(kind, is_rocm, variable, monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
-    assert gpus._variable(kind, is_rocm=is_rocm) == variable
+    assert listing._variable(kind, is_rocm=is_rocm) == variable
     monkeypatch.delenv("HIP_VISIBLE_DEVICES")
-    assert gpus._variable("cuda", is_rocm=True) == "CUDA_VISIBLE_DEVICES"
+    assert listing._variable("cuda", is_rocm=True) == "CUDA_VISIBLE_DEVICES"
 
 
 def test_what_is_free_is_enough_from_the_fewest_on_and_more_are_taken_when_they_are_free(machine):
@@ -205,7 +207,7 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
 
 
 def test_slices_that_are_named_by_their_instances_have_a_lock_each(torchs_machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "_PREFIX", f"{gpus._PREFIX}fake-{tmp_path.name}-")
+    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{tmp_path.name}-")
     pools = [[Gpu(name, "A100 MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", name)] for name in ("MIG-GPU-8f/1/0", "MIG-GPU-8f/2/0")]
     allocated = [GpuAllocation(1, 0.0, "this one", pool) for pool in (*pools, pools[0])]
     assert [take(each) for each in allocated[:2]] == [{"CUDA_VISIBLE_DEVICES": pool[0].choice} for pool in pools]
@@ -217,7 +219,9 @@ def test_slices_that_are_named_by_their_instances_have_a_lock_each(torchs_machin
 
 def test_a_machine_of_slices_says_why_a_process_has_one(monkeypatch):
     monkeypatch.setattr(
-        gpus, "list_gpus", lambda _: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")]
+        allocating,
+        "list_gpus",
+        lambda _: [Gpu("MIG-1", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", "MIG-1")],
     )
     with pytest.raises(ValueError, match=r"this machine has 1 \(a process sees one slice of a GPU in MIG mode\)"):
         allocation(2).check()
@@ -269,15 +273,15 @@ def test_a_training_that_waits_can_be_terminated(machine):
 @pytest.fixture
 def hanging_driver(monkeypatch):
     """A driver that does not answer."""
-    monkeypatch.setattr(gpus, "_PRINT_GPUS", "import time; time.sleep(600)")
-    monkeypatch.setattr(gpus, "get_run_logger", lambda: gpus_log)
+    monkeypatch.setattr(listing, "_PRINT_GPUS", "import time; time.sleep(600)")
+    monkeypatch.setattr(allocating, "_run_logger", lambda: gpus_log)
     monkeypatch.setattr(driver_programs, "_POLL_S", 0.02)
 
 
 @pytest.mark.timeout(60)
 def test_a_driver_that_hangs_is_named_and_given_up(hanging_driver, monkeypatch):
-    monkeypatch.setattr(gpus, "_SLOW_LISTING_S", 0.1)
-    monkeypatch.setattr(gpus, "_LONGEST_LISTING_S", 0.3)
+    monkeypatch.setattr(allocating, "_SLOW_LISTING_S", 0.1)
+    monkeypatch.setattr(listing, "_LONGEST_LISTING_S", 0.3)
     with pytest.raises(RuntimeError, match=r"torch has not listed the GPUs .* after 0\.3 s: their driver may hang"):
         allocation(1, None).check()
     (line,) = gpus_log
@@ -286,7 +290,7 @@ def test_a_driver_that_hangs_is_named_and_given_up(hanging_driver, monkeypatch):
 
 
 def test_without_gpus_nothing_is_asked_or_taken(monkeypatch):
-    monkeypatch.setattr(gpus, "list_gpus", None)
+    monkeypatch.setattr(allocating, "list_gpus", None)
     allocated = allocation(0)
     allocated.check()
     assert take(allocated) == {}
@@ -318,7 +322,7 @@ def test_a_rank_does_not_inherit_the_lock(machine):
     show = "import os; print([os.readlink(f'/proc/self/fd/{it}') for it in os.listdir('/proc/self/fd') if it > '2'])"
     rank = RankProcess([sys.executable, "-c", show.replace("readlink", "path.realpath")], {}, b"", allocated.locks)
     (printed,) = [line for lines in rank.lines(0.05) for line in lines]
-    assert gpus._PREFIX not in printed
+    assert locks._PREFIX not in printed
     rank.reap()
     allocated.release()
 
@@ -337,10 +341,10 @@ def test_the_locks_are_open_to_every_user_whatever_the_umask(machine):
 
 LOOK_ALL_THE_TIME = """
 from pretended_gpus import listed
-from prefect_torch.tasks.gang import gpus
-gpus.list_gpus, gpus._POLL_S = listed, 0.0
-gpus.get_run_logger = lambda: __import__("logging").getLogger()
-one, everything = gpus.GpuAllocation(1, 0.0, "one"), gpus.GpuAllocation(3, None, "everything")
+from prefect_torch.tasks.gang.gpus import allocation
+allocation.list_gpus, allocation._POLL_S = listed, 0.0
+allocation._run_logger = lambda: __import__("logging").getLogger()
+one, everything = allocation.GpuAllocation(1, 0.0, "one"), allocation.GpuAllocation(3, None, "everything")
 one.take(lambda: None)
 print("looks", flush=True)
 everything.take(lambda: None)
@@ -377,7 +381,7 @@ def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
 
 def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypatch, tmp_path):
     with mounted(tmp_path / "locks", "size=64k") as locks:
-        monkeypatch.setattr(gpus, "_LOCKS", locks)
+        monkeypatch.setattr(locks, "_LOCKS", locks)
         with contextlib.suppress(OSError), (locks / "fill").open("wb", buffering=0) as fill:
             while True:
                 fill.write(bytes(4096))
@@ -390,7 +394,7 @@ def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypat
 
 def test_gpus_that_cannot_be_taken_together_are_left_to_others(machine, monkeypatch, tmp_path):
     with mounted(tmp_path / "locks", "nr_inodes=3") as locks:  # the directory, the lock on all, and one GPU's
-        monkeypatch.setattr(gpus, "_LOCKS", locks)
+        monkeypatch.setattr(locks, "_LOCKS", locks)
         with pytest.raises(OSError, match="No space left"):
             take(allocation(2))
         other = allocation(1)
@@ -402,7 +406,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("precious")
     gpu = listed()[0]
-    link = gpus._LOCKS / f"{gpus._PREFIX}{gpu.uuid}"
+    link = locks._LOCKS / f"{locks._PREFIX}{gpu.uuid}"
     link.symlink_to(mine)
     try:
         with pytest.raises(OSError, match="symbolic links"):
@@ -413,10 +417,10 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
 
 
 def test_whoever_holds_the_lock_on_all_blocks_nobody_for_longer_than_it_waits(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "_PREFIX", f"{gpus._PREFIX}fake-{tmp_path.name}-")
-    monkeypatch.setattr(gpus, "_LONGEST_TAKING_S", 0.05)
+    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{tmp_path.name}-")
+    monkeypatch.setattr(locks, "LONGEST_TAKING_S", 0.05)
     asked = []
-    with gpus._one_at_a_time(), pytest.raises(GpusBusyError, match="all, by a process that has been taking some"):
+    with locks.one_at_a_time(), pytest.raises(GpusBusyError, match="all, by a process that has been taking some"):
         allocation(1, 0.2).take(lambda: asked.append(1))
     assert asked
     allocated = allocation(1)

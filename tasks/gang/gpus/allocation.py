@@ -1,47 +1,22 @@
-"""The GPUs of a machine, each of which one training or evaluation at a time has for itself.
+"""The GPUs that the ranks of one training or evaluation have: taken together or not at all, and kept from attempt to attempt."""
 
-A GPU in use is a locked file (flock) in the machine's shared memory, named by the GPU's UUID. The process that leads the ranks
-and the guard of each rank hold the lock, so the kernel releases it when both are gone, however they end: a flow that is started
-again after a SIGKILL waits for the guards of its earlier process. Processes in other containers have locks of their own unless
-they share /dev/shm.
-"""
-
-import errno
 import fcntl
-import json
 import math
 import os
-import stat
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
+from prefect_torch.ckpt.storage.machine.forks import close_here
 from prefect_torch.ckpt.text import show_count, show_some
 
-from .driver_programs import ask_driver
+from .listing import TRY_DRIVER, Gpu, list_gpus
+from .locks import LONGEST_TAKING_S, one_at_a_time, open_lock, read_owner, write_owner
 
-# Not "-m", which looks in the working directory first.
-_PRINT_GPUS = (
-    "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.resources.device as it; it.print_gpus()"
-)
-_LOCKS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())  # noqa: S108 - for all users
-_PREFIX = "prefect-torch-gpu-"
 _POLL_S = 1.0
 _REMIND_S = 600.0
-_LONGEST_OWNER = 500  # bytes
 _SLOW_LISTING_S = 30.0
-_LONGEST_LISTING_S = 600.0
-_TRY_DRIVER = (
-    "their driver may hang, so try nvidia-smi (rocm-smi, xpu-smi), and restart the machine if it does not answer either"
-)
-_LONGEST_TAKING_S = 5.0  # taking GPUs needs milliseconds, but the process that does it may be stopped
 
 
 class GpusBusyError(RuntimeError):
@@ -55,65 +30,6 @@ class GpusBusyError(RuntimeError):
     def __init__(self, message: str, in_use: str = "") -> None:
         super().__init__(message)
         self.in_use = in_use
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU, or a slice of one (MIG).
-
-    Attributes:
-        uuid: Its UUID, the same in every process of the machine.
-        name: Its name, such as "NVIDIA H100 80GB HBM3".
-        variable: The variable that chooses among GPUs of its type.
-        choice: Its name in that variable.
-
-    """
-
-    uuid: str
-    name: str
-    variable: str
-    choice: str
-
-
-def list_gpus(wait: Callable[[float], None] = lambda _: None) -> list[Gpu]:
-    """Return the GPUs that this process may use, in the order of torch's numbers.
-
-    Costs the seconds of an import of torch, in another process: this one gets no context on a GPU, and may still fork.
-
-    Args:
-        wait: Called once a second meanwhile, with the seconds so far.
-
-    Raises:
-        RuntimeError: If torch cannot list them, or has not done so after ten minutes.
-
-    """
-    try:
-        listed = ask_driver([sys.executable, "-c", _PRINT_GPUS], _LONGEST_LISTING_S, wait)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(
-            f"torch has not listed the GPUs of this machine after {_LONGEST_LISTING_S:g} s: {_TRY_DRIVER}"
-        ) from None
-    if listed.returncode != 0:
-        raise RuntimeError(
-            f"torch cannot list the GPUs of this machine, which `prefect-torch doctor` checks:\n{listed.stderr[-4000:]}"
-        )
-    found = json.loads(listed.stdout.splitlines()[-1])
-    variable = _variable(found["type"], is_rocm=found["is_rocm"])
-    visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-    choices = visible or [str(index) for index in range(len(found["gpus"]))]
-    return [
-        # The UUID that CUDA gives for a slice may be that of its GPU.
-        Gpu(choice if choice.startswith("MIG-") else gpu["uuid"], gpu["name"], variable, choice)
-        for gpu, choice in zip(found["gpus"], choices, strict=False)  # a driver ignores what is behind an invalid name
-    ]
-
-
-def _variable(gpu_type: str | None, *, is_rocm: bool) -> str:
-    if gpu_type == "xpu":
-        return "ZE_AFFINITY_MASK"
-    if is_rocm and "HIP_VISIBLE_DEVICES" in os.environ:  # has precedence there
-        return "HIP_VISIBLE_DEVICES"
-    return "CUDA_VISIBLE_DEVICES" if gpu_type is None else f"{gpu_type.upper()}_VISIBLE_DEVICES"
 
 
 class GpuAllocation:
@@ -197,7 +113,7 @@ class GpuAllocation:
                     f"{in_use}; wait_for_gpus_s={self._wait_s:g} is over: give more seconds, or end one of them", in_use
                 )
             if now_s >= remind_s:
-                get_run_logger().warning("waiting for GPUs: %s", in_use)
+                _run_logger().warning("waiting for GPUs: %s", in_use)
                 remind_s = now_s + _REMIND_S
             time.sleep(_POLL_S)
 
@@ -219,7 +135,7 @@ class GpuAllocation:
         if rank < len(self._taken):
             gpu = list(self._taken.values())[rank]
             self._failed.add(gpu.uuid)
-            get_run_logger().warning("GPU %s has failed: it is left out as long as enough others are free", gpu.choice)
+            _run_logger().warning("GPU %s has failed: it is left out as long as enough others are free", gpu.choice)
 
     def _gpus(self) -> list[Gpu]:
         warn_s = _SLOW_LISTING_S
@@ -228,9 +144,7 @@ class GpuAllocation:
             nonlocal warn_s
             if waited_s >= warn_s:
                 warn_s = math.inf
-                get_run_logger().warning(
-                    "torch has not listed the GPUs of this machine after %.0f s: %s", waited_s, _TRY_DRIVER
-                )
+                _run_logger().warning("torch has not listed the GPUs of this machine after %.0f s: %s", waited_s, TRY_DRIVER)
 
         if self._pool is None:
             self._pool = list_gpus(wait) if self._count else []
@@ -241,18 +155,18 @@ class GpuAllocation:
         try:
             return self._take()
         except BlockingIOError:
-            return [f"all, by a process that has been taking some for {_LONGEST_TAKING_S:g} s"]
+            return [f"all, by a process that has been taking some for {LONGEST_TAKING_S:g} s"]
 
     def _take(self) -> list[str] | None:
         failed = {gpu: lock for lock, gpu in self._taken.items() if gpu.uuid in self._failed}  # kept until there are others
         taken = {lock: gpu for lock, gpu in self._taken.items() if gpu not in failed}
-        with _one_at_a_time():  # else two could wait for each other, each with a half of what it needs
+        with one_at_a_time():  # else two could wait for each other, each with a half of what it needs
             try:
                 users = self._lock_free(taken, failed)
                 if len(taken) < self._fewest:
                     return users
                 for lock in taken.keys() - self._taken.keys():
-                    _write_owner(lock, self._owner)
+                    write_owner(lock, self._owner)
                 self._taken = taken
             finally:
                 for lock in taken.keys() - self._taken.keys():  # too few are free, or an error occurred
@@ -272,25 +186,15 @@ class GpuAllocation:
             if gpu in failed:
                 taken[failed.pop(gpu)] = gpu
                 continue
-            lock = _open(gpu.uuid)
+            lock = open_lock(gpu.uuid)
             taken[lock] = gpu
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                users.append(f"GPU {gpu.choice} by {_read_owner(lock)}")
+                users.append(f"GPU {gpu.choice} by {read_owner(lock)}")
                 del taken[lock]
                 close_here(lock)
         return users
-
-
-def _read_owner(lock: int) -> str:
-    return os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
-
-
-def _write_owner(lock: int, owner: str) -> None:
-    os.ftruncate(lock, 0)
-    with suppress(OSError):  # the memory of the machine's files is full: the GPU is taken, and others do not see by whom
-        os.pwrite(lock, owner.encode()[:_LONGEST_OWNER], 0)
 
 
 def take_free(most: int | None, owner: str) -> GpuAllocation:
@@ -310,60 +214,8 @@ def take_free(most: int | None, owner: str) -> GpuAllocation:
     return GpuAllocation(0, 0.0, owner)
 
 
-def get_run_logger() -> Any:
+def _run_logger() -> Any:
     """Return the log of the current run; an agent, which never waits for GPUs, does not import prefect."""
-    from prefect_torch.tasks.run_logs import get_run_logger as of_prefect  # noqa: PLC0415
+    from prefect_torch.tasks.run_logs import get_run_logger  # noqa: PLC0415
 
-    return of_prefect()
-
-
-@contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    lock = _open("all")
-    try:
-        _lock_soon(lock)
-        yield
-    finally:
-        close_here(lock)
-
-
-def _lock_soon(lock: int) -> None:
-    """Lock a file that others hold only for a moment.
-
-    Raises:
-        BlockingIOError: If somebody holds it for seconds.
-
-    """
-    deadline_s = time.monotonic() + _LONGEST_TAKING_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline_s:
-                raise
-            time.sleep(0.01)
-        else:
-            return
-
-
-def _open(name: str) -> int:
-    """Return a descriptor of a file that every user of this machine may lock; a link is refused, which may lead anywhere."""
-    path = _LOCKS / f"{_PREFIX}{name.replace('/', '-')}"  # a slice may be MIG-GPU-<UUID>/<GPU instance>/<compute instance>
-    while True:
-        try:  # without O_CREAT, which the kernel denies for another user's file (fs.protected_regular)
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            pass
-        else:
-            if stat.S_ISREG(os.fstat(descriptor).st_mode):
-                close_in_forks(descriptor)
-                return descriptor
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "the lock of a GPU must be a file", str(path))
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:
-            continue
-        os.fchmod(descriptor, 0o666)  # whatever the umask
-        close_in_forks(descriptor)
-        return descriptor
+    return get_run_logger()

@@ -1,0 +1,1 @@
+"""The GPUs of a machine, each of which one training or evaluation at a time has for itself."""
