@@ -1,4 +1,4 @@
-"""The GPUs that the ranks of one training or evaluation have: taken together or not at all, and kept from attempt to attempt."""
+"""The GPUs that the ranks of a training or an evaluation have: taken together or not at all, kept from attempt to attempt."""
 
 import fcntl
 import math

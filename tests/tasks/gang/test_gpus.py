@@ -380,9 +380,9 @@ def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
 
 
 def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypatch, tmp_path):
-    with mounted(tmp_path / "locks", "size=64k") as locks:
-        monkeypatch.setattr(locks, "_LOCKS", locks)
-        with contextlib.suppress(OSError), (locks / "fill").open("wb", buffering=0) as fill:
+    with mounted(tmp_path / "locks", "size=64k") as disk:
+        monkeypatch.setattr(locks, "_LOCKS", disk)
+        with contextlib.suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
             while True:
                 fill.write(bytes(4096))
         first = allocation(2)
@@ -393,8 +393,8 @@ def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypat
 
 
 def test_gpus_that_cannot_be_taken_together_are_left_to_others(machine, monkeypatch, tmp_path):
-    with mounted(tmp_path / "locks", "nr_inodes=3") as locks:  # the directory, the lock on all, and one GPU's
-        monkeypatch.setattr(locks, "_LOCKS", locks)
+    with mounted(tmp_path / "locks", "nr_inodes=3") as disk:  # the directory, the lock on all, and one GPU's
+        monkeypatch.setattr(locks, "_LOCKS", disk)
         with pytest.raises(OSError, match="No space left"):
             take(allocation(2))
         other = allocation(1)
