@@ -44,7 +44,8 @@ from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.leadership import Claimant, claim_run, record_outcome
+from prefect_torch.tasks.training.leadership import Claimant, claim_run
+from prefect_torch.tasks.training.outcomes import record_outcome
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 

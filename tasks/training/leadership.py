@@ -1,18 +1,17 @@
-"""The leadership of a run, a training or a sweep: one flow run leads at a time, and records how its attempt ended."""
+"""The leadership of a run, a training or a sweep: one flow run leads at a time."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_torch.ckpt import FencedError, RunBusyError, StorageError
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, newest_attempt, write_outcome
+from prefect_torch.ckpt import FencedError, RunBusyError
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, list_attempts, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.synced.first_download import download_run
 from prefect_torch.tasks.options.config import RunConfig
-from prefect_torch.tasks.run_logs import get_run_logger
 
 from .liveness import is_unknown, may_be_led
 from .unusable_storage import unusable_storage_explained
@@ -159,11 +158,3 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
         f"{led} by flow run {owner.flow_run_id} (process {owner.pid} on {owner.machine}, attempt {previous.number}, since "
         f"{previous.claimed_at}); {remedy}"
     )
-
-
-def record_outcome(run: Run, outcome: Outcome) -> None:
-    """Store how an attempt ended; log a failure to store it, lest that hide the error that is being raised."""
-    try:
-        write_outcome(run, outcome)
-    except (StorageError, OSError) as exc:
-        get_run_logger().warning("the outcome of attempt %d of run %r could not be written: %s", outcome.attempt, run.name, exc)

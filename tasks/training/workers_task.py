@@ -1,16 +1,12 @@
 """The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
-import asyncio
-import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect.context import FlowRunContext
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import FencedError
 from prefect_torch.ckpt.reporting.decisions import Verdict, answer
@@ -21,34 +17,29 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, r
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
-from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.rank_logs import rank_logs
 from prefect_torch.tasks.gang.returned import held
 from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_gang
-from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import counts_against, is_of_gpu
+from prefect_torch.tasks.rank.failures import is_of_gpu
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
-from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 
 from .job import TrainJob
-from .leadership import record_outcome
-from .liveness import is_being_cancelled
 from .observers import AttemptEnded, AttemptStarted, Observers, RanksStarted
+from .outcomes import outcome_of_failure, outcome_of_termination, record_outcome, recorded_value
 from .recorder import RunRecorder
 from .restarts import Restarts
 from .start import Start, choose_start, claim
 
 _FLUSH_S = 30.0
-_MAX_RETURN_BYTES = 1 << 20
-_MOST_TRACEBACKS = 16  # of hundreds of ranks that raise the same
 
 
 @task(name="train_workers", task_run_name="train-{job.run}", cache_policy=NO_CACHE, persist_result=False)
@@ -146,7 +137,7 @@ class _Leader:
             if isinstance(exc, RankFailedError) and exc.rank is not None and is_of_gpu(exc.original):
                 self._gpus.leave_out(exc.rank)
             self._judge(exc)
-            self._record(_failure(claimed, exc))
+            self._record(outcome_of_failure(claimed, exc))
             if not isinstance(exc, RankFailedError):
                 raise
             is_fenced = isinstance(exc.original, FencedError)  # then the run may be further, or gone
@@ -171,7 +162,7 @@ class _Leader:
             message = f"it goes on with more ranks; {self._safe_work()}"
             return Outcome(claimed.number, "preempted", flow_run_id, error=message)  # of no kind: it costs no budget
         ending: Ending = "stopped" if self._is_stopped else "completed"
-        return Outcome(claimed.number, ending, flow_run_id, return_value=_recorded_value(value))
+        return Outcome(claimed.number, ending, flow_run_id, return_value=recorded_value(value))
 
     def _lend(self) -> AbstractContextManager[Lease | None]:
         return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
@@ -230,20 +221,9 @@ class _Leader:
             answer(key_value, request.number, verdict)
 
     def _record_termination(self, claimed: Attempt) -> None:
-        flow_run_id = claimed.owner.flow_run_id
-        cause = self._termination.cause
-        is_cancelled = isinstance(cause, CancelledInPrefect) or (flow_run_id is not None and is_being_cancelled(flow_run_id))
-        by = _terminated_by(self._termination, self._job.failure.grace_s)
-        message = f"{'cancelled' if is_cancelled else 'terminated'} ({by}); {self._safe_work()}"
-        if is_cancelled:
-            outcome = Outcome(claimed.number, "cancelled", flow_run_id, error=message)
-        elif isinstance(cause, Interruption):
-            message = f"{cause.reason}; {self._safe_work()}"
-            outcome = Outcome(claimed.number, "preempted", flow_run_id, error=message)  # of no kind: it costs no budget
-        else:
-            outcome = Outcome(claimed.number, "preempted", flow_run_id, "preemption", message)
+        outcome = outcome_of_termination(claimed, self._termination, self._job.failure.grace_s, self._safe_work())
         self._termination.outcome = outcome
-        get_run_logger().warning("attempt %d: %s", claimed.number, message)
+        get_run_logger().warning("attempt %d: %s", claimed.number, outcome.error)
         self._record(outcome)
 
     def _record(self, outcome: Outcome) -> None:
@@ -267,37 +247,6 @@ def _with_traceback(error: RankFailedError) -> str:
     return f"{which}:\n{error.traceback.rstrip()}\n" if error.traceback else f"{error}; "
 
 
-def _terminated_by(termination: Termination, grace_s: float) -> str:
-    """Return what requested the termination. Prefect ends a flow at its timeout by the same error as at any cancellation."""
-    cause = termination.cause
-    if termination.is_by_keyboard:
-        return "Ctrl-C"
-    if isinstance(cause, CancelledInPrefect):
-        return "in Prefect"
-    context = FlowRunContext.get()
-    if isinstance(cause, asyncio.CancelledError) and context is not None and context.flow is not None:
-        limit_s, grace_used_s = context.flow.timeout_seconds, grace_s - termination.grace_left_s
-        elapsed_s = (datetime.now(timezone.utc) - context.start_time).total_seconds() - grace_used_s
-        if limit_s is not None and elapsed_s >= limit_s:
-            return f"timeout_seconds={limit_s:g}"
-    return type(cause).__name__
-
-
-def _failure(claimed: Attempt, error: Exception) -> Outcome:
-    if isinstance(error, RankFailedError):
-        message = _with_own_traceback(error)
-        of_ranks = [it for it in (error, *error.others) if it.rank is not None]
-        told = [_with_own_traceback(it) if number < _MOST_TRACEBACKS else str(it) for number, it in enumerate(of_ranks)]
-        errors = {str(it.rank): text for it, text in zip(of_ranks, told, strict=True)}
-    else:
-        message, errors = repr(error), {}
-    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
-
-
-def _with_own_traceback(error: RankFailedError) -> str:
-    return "\n\n".join(filter(None, [str(error), error.traceback]))
-
-
 def _first_rank(
     job: TrainJob, attempt: int, restored: CheckpointRef | None, gpus: GpuAllocation, rendezvous: Address
 ) -> RankSpec:
@@ -314,26 +263,3 @@ def _first_rank(
         ),
         flush_s=_FLUSH_S,
     )
-
-
-def _recorded_value(value: Any) -> Any:
-    """Return the part of a return value that an outcome records: no models, and of a large dict only the small items."""
-    encoded = encode_value(value)
-    if encoded is None:
-        return None
-    plain = json.loads(encoded)
-    if len(encoded) > _MAX_RETURN_BYTES:
-        plain = _small_items(plain) if isinstance(plain, dict) else None
-    return from_json(plain)
-
-
-def _small_items(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the smallest items of a dict that are up to 1 MiB together: a score is kept beside a long curve."""
-    sizes = {name: len(json.dumps({name: item})) for name, item in value.items()}
-    kept, total = set(), 0
-    for name in sorted(value, key=lambda name: sizes[name]):
-        total += sizes[name]
-        if total > _MAX_RETURN_BYTES:
-            break
-        kept.add(name)
-    return {name: item for name, item in value.items() if name in kept}

@@ -307,7 +307,7 @@ MUTANTS = [
         ('if job.run_config.resume == "must":', "if False:"),
     ),
     *mutants_of(
-        "tasks/training/leadership.py",
+        "tasks/training/outcomes.py",
         "tests/flows/sweeps/test_sweeping.py -k is_away",
         ("(StorageError, OSError)", "OSError"),
     ),

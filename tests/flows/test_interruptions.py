@@ -50,7 +50,7 @@ from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_wi
 from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
-from prefect_torch.tasks.training import workers_task
+from prefect_torch.tasks.training import outcomes
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -331,10 +331,10 @@ def test_hooks_of_the_caller_do_not_replace_the_one_that_sets_the_state_of_a_ter
 def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
     began = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
     context = SimpleNamespace(flow=SimpleNamespace(timeout_seconds=8.0), start_time=began)
-    monkeypatch.setattr(workers_task, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    monkeypatch.setattr(outcomes, "FlowRunContext", SimpleNamespace(get=lambda: context))
     termination = Termination(30)
     termination.request(CancelledError())
-    assert workers_task._terminated_by(termination, 30) == by
+    assert outcomes._terminated_by(termination, 30) == by
 
 
 def test_a_sweep_is_cancellable(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.tasks.rank.plain_result import decode_result, encode_result, encode_value
 from prefect_torch.tasks.rank.spec import RankResult
-from prefect_torch.tasks.training.workers_task import _recorded_value
+from prefect_torch.tasks.training.outcomes import recorded_value
 from trainings import Unloadable
 
 CONTAINS_ITSELF = {"a": 1}
@@ -40,10 +40,10 @@ def test_what_json_can_hold_of_a_return_value_is_recorded(value, recorded):
 
 
 def test_an_outcome_is_no_place_for_models():
-    assert _recorded_value(["x" * 1000] * 2000) is None
-    assert _recorded_value(["x" * 1000]) == ["x" * 1000]
+    assert recorded_value(["x" * 1000] * 2000) is None
+    assert recorded_value(["x" * 1000]) == ["x" * 1000]
     large = {"loss": math.inf, "curve": [0.5] * 300_000, "text": "x" * 2**20, "f1": 0.9}
-    assert _recorded_value(large) == {"loss": math.inf, "f1": 0.9}
+    assert recorded_value(large) == {"loss": math.inf, "f1": 0.9}
 
 
 def test_what_json_can_hold_of_a_return_value_comes_from_another_machine(capsys):

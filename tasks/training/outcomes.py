@@ -1,0 +1,105 @@
+"""How attempts have ended, as their leaders record it."""
+
+import asyncio
+import json
+from datetime import datetime, timezone
+from typing import Any
+
+from prefect.context import FlowRunContext
+from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, write_outcome
+from prefect_torch.ckpt.runs.metrics import from_json
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.rank.plain_result import encode_value
+from prefect_torch.tasks.run_logs import get_run_logger
+
+from .liveness import is_being_cancelled
+
+_MAX_RETURN_BYTES = 1 << 20
+_MOST_TRACEBACKS = 16  # of hundreds of ranks that raise the same
+
+
+def record_outcome(run: Run, outcome: Outcome) -> None:
+    """Store how an attempt ended; log a failure to store it, lest that hide the error that is being raised."""
+    try:
+        write_outcome(run, outcome)
+    except (StorageError, OSError) as exc:
+        get_run_logger().warning("the outcome of attempt %d of run %r could not be written: %s", outcome.attempt, run.name, exc)
+
+
+def outcome_of_failure(claimed: Attempt, error: Exception) -> Outcome:
+    """Return the outcome of an attempt that failed, with the traceback of each rank that did."""
+    if isinstance(error, RankFailedError):
+        message = _with_own_traceback(error)
+        of_ranks = [it for it in (error, *error.others) if it.rank is not None]
+        told = [_with_own_traceback(it) if number < _MOST_TRACEBACKS else str(it) for number, it in enumerate(of_ranks)]
+        errors = {str(it.rank): text for it, text in zip(of_ranks, told, strict=True)}
+    else:
+        message, errors = repr(error), {}
+    return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
+
+
+def _with_own_traceback(error: RankFailedError) -> str:
+    return "\n\n".join(filter(None, [str(error), error.traceback]))
+
+
+def outcome_of_termination(claimed: Attempt, termination: Termination, grace_s: float, safe_work: str) -> Outcome:
+    """Return the outcome of an attempt whose termination was requested.
+
+    Args:
+        claimed: The attempt.
+        termination: The termination of its flow run.
+        grace_s: How long its ranks had for a last checkpoint.
+        safe_work: Which work is safe, for the message.
+
+    """
+    flow_run_id, cause = claimed.owner.flow_run_id, termination.cause
+    is_cancelled = isinstance(cause, CancelledInPrefect) or (flow_run_id is not None and is_being_cancelled(flow_run_id))
+    message = f"{'cancelled' if is_cancelled else 'terminated'} ({_terminated_by(termination, grace_s)}); {safe_work}"
+    if is_cancelled:
+        return Outcome(claimed.number, "cancelled", flow_run_id, error=message)
+    if isinstance(cause, Interruption):  # of no kind: it costs no budget
+        return Outcome(claimed.number, "preempted", flow_run_id, error=f"{cause.reason}; {safe_work}")
+    return Outcome(claimed.number, "preempted", flow_run_id, "preemption", message)
+
+
+def _terminated_by(termination: Termination, grace_s: float) -> str:
+    """Return what requested the termination. Prefect ends a flow at its timeout by the same error as at any cancellation."""
+    cause = termination.cause
+    if termination.is_by_keyboard:
+        return "Ctrl-C"
+    if isinstance(cause, CancelledInPrefect):
+        return "in Prefect"
+    context = FlowRunContext.get()
+    if isinstance(cause, asyncio.CancelledError) and context is not None and context.flow is not None:
+        limit_s, grace_used_s = context.flow.timeout_seconds, grace_s - termination.grace_left_s
+        elapsed_s = (datetime.now(timezone.utc) - context.start_time).total_seconds() - grace_used_s
+        if limit_s is not None and elapsed_s >= limit_s:
+            return f"timeout_seconds={limit_s:g}"
+    return type(cause).__name__
+
+
+def recorded_value(value: Any) -> Any:
+    """Return the part of a return value that an outcome records: no models, and of a large dict only the small items."""
+    encoded = encode_value(value)
+    if encoded is None:
+        return None
+    plain = json.loads(encoded)
+    if len(encoded) > _MAX_RETURN_BYTES:
+        plain = _small_items(plain) if isinstance(plain, dict) else None
+    return from_json(plain)
+
+
+def _small_items(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the smallest items of a dict that are up to 1 MiB together: a score is kept beside a long curve."""
+    sizes = {name: len(json.dumps({name: item})) for name, item in value.items()}
+    kept, total = set(), 0
+    for name in sorted(value, key=lambda name: sizes[name]):
+        total += sizes[name]
+        if total > _MAX_RETURN_BYTES:
+            break
+        kept.add(name)
+    return {name: item for name, item in value.items() if name in kept}
