@@ -64,7 +64,7 @@ class CheckpointStorage(Block):
 
     @field_validator("file_system", mode="before")
     @classmethod
-    def _tell_apart(cls, value: Any) -> Any:
+    def _choose_type(cls, value: Any) -> Any:
         """Choose the type by the fields: Prefect stores a nested block without its type, and all fit a LocalFileSystem."""
         if not isinstance(value, Mapping):
             return value

@@ -124,7 +124,7 @@ class CheckpointStore(Run):
 
         """
         from prefect_torch.ckpt.runs.attempts.status import read_status  # noqa: PLC0415 - loaded only for a deletion
-        from prefect_torch.ckpt.runs.deletion.limits import prune_limits  # noqa: PLC0415 - as above
+        from prefect_torch.ckpt.runs.deletion.limits import prune_limits  # noqa: PLC0415 - loaded only for a deletion
         from prefect_torch.ckpt.runs.deletion.pruning import prune  # noqa: PLC0415 - loaded only for a deletion
 
         return prune(self, policy, prune_limits(self, read_status(self)).narrowed(in_use, up_to), dry_run=dry_run)

@@ -38,11 +38,11 @@ def needs_extra(extra: str, *packages: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{exc}: pip install 'prefect-torch[{extra}]'", name=exc.name) from None
 
 
-def check_world_size(who: str, size: int, context: TrainContext, advice: str = _AS_STARTED) -> None:
+def check_world_size(name: str, size: int, context: TrainContext, advice: str = _AS_STARTED) -> None:
     """Raise unless a framework's object counts as many ranks as the training has.
 
     Args:
-        who: The name of the object, for the error.
+        name: The name of the object, for the error.
         size: The number of ranks that it counts.
         context: This rank's context.
         advice: How to correct the number; the default is for an object that finds its ranks by the environment.
@@ -52,7 +52,7 @@ def check_world_size(who: str, size: int, context: TrainContext, advice: str = _
 
     """
     if size != context.world_size:
-        raise ValueError(f"the {who} counts {size} ranks but the training has {context.world_size}; {advice}")
+        raise ValueError(f"the {name} counts {size} ranks but the training has {context.world_size}; {advice}")
 
 
 def check_first_step(step: int, advice: str) -> None:

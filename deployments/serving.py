@@ -29,7 +29,7 @@ def runner_outlasts_outages(after_outage: Callable[[], object] = lambda: None) -
     Otherwise, a refusal, or three polls in a row without an answer, end the polling for cancellations and suspensions, and the
     runner. The runner ends all flow runs that it has started, and no automation restarts them: nothing runs the restarts.
     """
-    _replace({_DUE: partial(_poll_patiently, after_outage), _CANCELLED: partial(_poll_patiently, lambda: None)})
+    _replace({_DUE: partial(_poll_despite_outages, after_outage), _CANCELLED: partial(_poll_despite_outages, lambda: None)})
     try:
         yield
     finally:
@@ -42,7 +42,7 @@ def _replace(loops: Mapping[str, Callable[..., Awaitable[None]]]) -> None:
         setattr(import_module(module), name, loop)
 
 
-async def _poll_patiently(
+async def _poll_despite_outages(
     after_outage: Callable[[], object], workload: Callable[[], Awaitable[None]], interval: float, **options: Any
 ) -> None:
     """Run Prefect's loop with a workload that passes over an outage or a refusal; its beginning and its end are logged."""

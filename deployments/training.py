@@ -35,7 +35,7 @@ from .serving import runner_outlasts_outages
 
 _WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
-_CRON = "cron"  # the slug of the schedule that a deployment gets here, by which it is told from those added by hand
+_CRON = "cron"  # the slug of the schedule that a deployment gets here, by which it is distinguished from those added by hand
 _NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
 _IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 

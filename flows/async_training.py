@@ -26,7 +26,7 @@ async def atrain(
 ) -> Result:
     """Train as `train` does, without blocking the event loop: the flow runs in a thread, as a subflow of the caller's flow.
 
-    Any number of trainings run at once, each in a thread of its own.
+    Any number of trainings run concurrently, each in a thread of its own.
 
     When the caller is cancelled, the ranks have `FailureConfig.grace_s` for a last checkpoint. The cancellation continues
     when they have ended, so none of them outlives the await.

@@ -125,10 +125,10 @@ class Result:
 
         """
         checkpoints = {it.manifest.id: it for it, _ in self.best_checkpoints}
-        ranked = sort_by_score([it.manifest for it in checkpoints.values()], metric, mode)
-        if not ranked or find_score(ranked[0].metrics, metric) is None:
+        best_first = sort_by_score([it.manifest for it in checkpoints.values()], metric, mode)
+        if not best_first or find_score(best_first[0].metrics, metric) is None:
             raise ValueError(f"no checkpoint of {self.path} has a metric {metric!r} that is a number")
-        return checkpoints[ranked[0].id]
+        return checkpoints[best_first[0].id]
 
     @classmethod
     def from_storage(cls, storage: StorageLike, run: str) -> "Result":

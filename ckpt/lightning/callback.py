@@ -110,7 +110,7 @@ class ReportCallback(CheckpointCallback):
         self._sigterm: SigtermAction | None = None
         self._seen_step = 0
         self._is_terminating = False
-        self._told_at_s: float | None = None  # by a request of termination that awaits an optimizer step
+        self._requested_at_s: float | None = None  # by a request of termination that awaits an optimizer step
         self._is_due = False
         self._has_begun = False
         self._random_state: dict[str, Any] | None = None
@@ -144,7 +144,7 @@ class ReportCallback(CheckpointCallback):
             )
         self._context = context_or_none()
         self._is_terminating = False
-        self._told_at_s = None
+        self._requested_at_s = None
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
@@ -237,10 +237,10 @@ class ReportCallback(CheckpointCallback):
         before, self._seen_step = self._seen_step, trainer.global_step
         if self._context is None or self._is_terminating:
             return
-        is_told = self._context.should_checkpoint()
-        if is_told or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
+        is_requested = self._context.should_checkpoint()
+        if is_requested or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._is_due = True
-        if is_told and self._context.ends_soon() and not self._awaits_the_step(trainer):
+        if is_requested and self._context.ends_soon() and not self._awaits_the_step(trainer):
             self._is_terminating = True
             stop_early(trainer)
         if self._is_terminating or not precedes_validation(trainer):
@@ -272,8 +272,8 @@ class ReportCallback(CheckpointCallback):
         if not is_accumulating(trainer) or precedes_validation(trainer):
             return False
         now_s = time.monotonic()
-        self._told_at_s = self._told_at_s or now_s
-        return bool(trainer.strategy.broadcast(now_s - self._told_at_s < _SHARE_OF_GRACE * grace_s()))
+        self._requested_at_s = self._requested_at_s or now_s
+        return bool(trainer.strategy.broadcast(now_s - self._requested_at_s < _SHARE_OF_GRACE * grace_s()))
 
     def _is_nth_epoch(self, trainer: Trainer) -> bool:
         return self._every_n_epochs is not None and (trainer.current_epoch + 1) % self._every_n_epochs == 0

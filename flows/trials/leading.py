@@ -75,7 +75,7 @@ def lead_trials(
         trials.close()
         raise
     trials.close()
-    _tell_of_budget(search, config)
+    _log_used_budget(search, config)
     search.raise_if_all_failed()
 
 
@@ -84,7 +84,7 @@ def _warn(lines: Iterable[str]) -> None:
         get_run_logger().warning("%s", line)
 
 
-def _tell_of_budget(search: Search, config: SearchConfig) -> None:
+def _log_used_budget(search: Search, config: SearchConfig) -> None:
     if search.budget.is_used_up:
         get_run_logger().info(
             "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",

@@ -100,9 +100,9 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
     with heartbeats(given.heartbeat_s):
         pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=Backoff(delay_s=_SHORT_S))
-        told = TrialMessageObserver(given.metrics)
-        given.running.value = lead_training(job, gpus, machines, given.running.termination, [pages, EventObserver(job), told])
-    return completed(told.message(given.state(), given.running.value), None)
+        last = TrialMessageObserver(given.metrics)
+        given.running.value = lead_training(job, gpus, machines, given.running.termination, [pages, EventObserver(job), last])
+    return completed(last.message(given.state(), given.running.value), None)
 
 
 class LocalTrials:

@@ -15,7 +15,7 @@ from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
-from prefect_torch.flows.monitoring.events.signs_of_life import LONGEST_BEGINNING_S, begins_at_once, last_sign, silence_s
+from prefect_torch.flows.monitoring.events.signs_of_life import LONGEST_BEGINNING_S, begins_immediately, last_sign, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.tasks.prefect_api.paging import read_pages
@@ -140,7 +140,7 @@ class _Silence:
         if state.is_running() and sign is not None:
             return now_s - since_s >= silence_s()
         may_be_dead = not has_claimed and now_s - since_s >= LONGEST_BEGINNING_S
-        return may_be_dead and (not state.is_pending() or begins_at_once(client, flow_run))
+        return may_be_dead and (not state.is_pending() or begins_immediately(client, flow_run))
 
 
 def has_ended(flow_run: FlowRun) -> bool:

@@ -133,12 +133,12 @@ class Heartbeat:
         """Send heartbeats from another thread within the context, too: a terminal that nobody reads blocks whoever logs."""
         ended = threading.Event()
 
-        def beat() -> None:
+        def send() -> None:
             with suppress(Exception):  # the supervisor's own heartbeat raises it, too
                 while not ended.wait(RANK_HEARTBEAT_S):
                     self()
 
-        threading.Thread(target=beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=send, name="heartbeat", daemon=True).start()
         try:
             yield
         finally:

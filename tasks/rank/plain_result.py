@@ -53,15 +53,15 @@ def _encode_pickled(pickled: bytes) -> str | None:
     try:
         value = pickle.loads(pickled)  # noqa: S301 - pickled by this process
     except Exception as exc:  # noqa: BLE001 - a finished training must not fail for its return value
-        _tell(f"the return value is dropped, since it cannot be rebuilt: {exc!r}")
+        _print(f"the return value is dropped, since it cannot be rebuilt: {exc!r}")
         return None
     encoded = encode_value(value)
     if encoded is None and value is not None:
-        _tell("the return value is dropped: from another machine, it must be what JSON can hold")
+        _print("the return value is dropped: from another machine, it must be what JSON can hold")
     return encoded
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     with suppress(Exception):  # the function may have closed the stream, or put anything in its place
         print(text)  # noqa: T201 - the rank's log
 

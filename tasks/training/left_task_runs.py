@@ -23,7 +23,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.run_logs import get_run_logger
 
-from .liveness import has_own_process, impatient_client
+from .liveness import has_own_process, quick_client
 
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may contain "rank", and is in its task run's name
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
@@ -52,7 +52,7 @@ def end_left_task_runs(previous: Attempt, owner: Owner, run: str) -> None:
         return is_of_run or _OF_RANKS.fullmatch(task_run.name) is not None
 
     try:
-        with impatient_client() as client:
+        with quick_client() as client:
             end_task_runs(client, UUID(left.flow_run_id), f"{leader} was killed, and its ranks with it", is_left)
     except (httpx.HTTPError, PrefectHTTPStatusError, ValueError) as exc:  # the last is for an id that is not of Prefect
         get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)

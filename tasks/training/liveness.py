@@ -17,13 +17,13 @@ from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 
-_IMPATIENT_S = 5.0
+_LONGEST_REQUEST_S = 5.0
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
     """Return whether the flow run of the newest attempt is alive: it trains, or it may start another attempt.
 
-    A flow run on another machine that Prefect does not know, or of which it tells this user nothing, is over once the outcome
+    A flow run on another machine that Prefect does not know, or which it hides from this user, is over once the outcome
     of its newest attempt is recorded.
     """
     status = read_status(store)
@@ -80,11 +80,11 @@ def is_unknown(flow_run_id: str) -> bool:
 
 
 @contextmanager
-def impatient_client() -> Iterator[SyncPrefectClient]:
+def quick_client() -> Iterator[SyncPrefectClient]:
     """Yield a client of Prefect's API that raises after one request without an answer within seconds."""
     with (
         without_retries(),
-        get_client(httpx_settings={"timeout": _IMPATIENT_S}, sync_client=True) as client,
+        get_client(httpx_settings={"timeout": _LONGEST_REQUEST_S}, sync_client=True) as client,
     ):
         yield client
 
@@ -122,7 +122,7 @@ def is_being_cancelled(flow_run_id: str) -> bool:
 
     False if Prefect does not answer a request within seconds.
     """
-    with impatient_client() as client:
+    with quick_client() as client:
         try:
             this = client.read_flow_run(UUID(flow_run_id))
             return any(is_cancellation(it.state) for it in flow_runs_from(client, this))

@@ -35,8 +35,8 @@ def outcome_of_failure(claimed: Attempt, error: Exception) -> Outcome:
     if isinstance(error, RankFailedError):
         message = _with_own_traceback(error)
         of_ranks = [it for it in (error, *error.others) if it.rank is not None]
-        told = [_with_own_traceback(it) if number < _MOST_TRACEBACKS else str(it) for number, it in enumerate(of_ranks)]
-        errors = {str(it.rank): text for it, text in zip(of_ranks, told, strict=True)}
+        texts = [_with_own_traceback(it) if number < _MOST_TRACEBACKS else str(it) for number, it in enumerate(of_ranks)]
+        errors = {str(it.rank): text for it, text in zip(of_ranks, texts, strict=True)}
     else:
         message, errors = repr(error), {}
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)

@@ -76,7 +76,7 @@ def _start_ticks(pid: int) -> int | None:
     """Return when a process started; None if it has ended, and only waits for its parent.
 
     Raises:
-        OSError: If the kernel does not tell.
+        OSError: If the kernel does not answer.
 
     """
     stat = Path(f"/proc/{pid}/stat").read_bytes()

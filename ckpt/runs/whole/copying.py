@@ -4,10 +4,10 @@ A checkpoint exists by its manifest, so a killed copy leaves whole checkpoints a
 attempts are copied before the manifests: a training that starts in between numbers its own attempts after them. No process may
 change the run meanwhile, which the caller makes sure of.
 
-Until the manifest is there, a garbage collection in the target would take the data for abandoned ones, at once if a later step
-of the same attempt is there. So an object beside the manifests, `Layout.incoming`, marks each checkpoint that is being copied.
-It is put first, again once an hour, and removed last. A collection lists data before manifests, so it sees either this mark or
-the manifest.
+Until the manifest is there, a garbage collection in the target would take the data for abandoned ones, immediately if a later
+step of the same attempt is there. So an object beside the manifests, `Layout.incoming`, marks each checkpoint that is being
+copied. It is put first, again once an hour, and removed last. A collection lists data before manifests, so it sees either this
+mark or the manifest.
 """
 
 import logging

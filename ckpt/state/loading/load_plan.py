@@ -157,7 +157,7 @@ class LoadPlan:
         return self._index.tensors.get(name) or self._index.values[name]
 
     def are_equal(self, name: str, other: str) -> bool | None:
-        """Return whether the same is stored under two names, by the digests; None if these do not tell."""
+        """Return whether the same is stored under two names, by the digests; None if these do not show it."""
         one, two = self.entry_of(name), self.entry_of(other)
         if isinstance(one, ValueEntry) and isinstance(two, ValueEntry):
             return True if (one.digest, one.bytes, one.tensor) == (two.digest, two.bytes, two.tensor) else None

@@ -146,7 +146,7 @@ class FilledMemory:
 
     def __init__(self) -> None:
         self._of_modules: list[Place] = []  # in order, and apart
-        self._of_others: list[_Neighbours] = []  # as above
+        self._of_others: list[_Neighbours] = []  # in order, and apart
 
     def reserve(self, places: Iterable[Place]) -> None:
         """Reserve the places of all modules' tensors for the modules."""

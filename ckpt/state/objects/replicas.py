@@ -6,7 +6,7 @@ import torch
 import xxhash
 from prefect_torch.ckpt.state.index import rank_of
 from prefect_torch.ckpt.state.staging.buffer import memory_of
-from prefect_torch.ckpt.state.staging.device_copies import brought_to_host
+from prefect_torch.ckpt.state.staging.device_copies import copied_to_host
 
 from .flatten import Leaf
 from .tensors import is_dtensor
@@ -35,7 +35,7 @@ def _sample(leaves: Sequence[Leaf], parts: Collection[str]) -> dict[str, Sequenc
     for part in parts:
         chosen = _spread([leaf for leaf in leaves if leaf.name.startswith(f"{part}.") and _is_replica(leaf)])
         names = " ".join(leaf.name for leaf in chosen).encode()
-        data = b"".join(map(memory_of, brought_to_host([_middle(leaf.value) for leaf in chosen])))
+        data = b"".join(map(memory_of, copied_to_host([_middle(leaf.value) for leaf in chosen])))
         samples[part] = [xxhash.xxh3_64_hexdigest(names), xxhash.xxh3_64_hexdigest(data)]
     return samples
 

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from prefect_torch.ckpt.state.plan import Step
 from prefect_torch.ckpt.state.staging.buffer import memory_of
-from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, sums_of_words
+from prefect_torch.ckpt.state.staging.device_copies import copied_to_host, sums_of_words
 
 from .flatten import Leaf
 from .tensors import DTYPE_NAMES
@@ -55,7 +55,7 @@ def capture_values(leaves: Sequence[Leaf]) -> list[Value]:
 
     """
     remote = [place for place, leaf in enumerate(leaves) if isinstance(leaf.value, torch.Tensor) and not leaf.value.is_cpu]
-    kept = dict(zip(remote, brought_to_host([leaves[place].value for place in remote]), strict=True))
+    kept = dict(zip(remote, copied_to_host([leaves[place].value for place in remote]), strict=True))
     return [_captured(leaf, kept.get(place)) for place, leaf in enumerate(leaves)]
 
 
@@ -96,7 +96,7 @@ def digest_tensors(leaves: Sequence[Leaf]) -> dict[str, str]:
     its own device, and one copy for each device brings the sums of its tensors to the host.
     """
     remote = [leaf for leaf in leaves if not leaf.value.is_cpu]
-    sums = brought_to_host([sums_of_words(leaf.value.detach()) for leaf in remote])
+    sums = copied_to_host([sums_of_words(leaf.value.detach()) for leaf in remote])
     digests = {leaf.name: _digest_tensor(leaf, leaf.value) for leaf in leaves if leaf.value.is_cpu}
     for leaf, of_leaf in zip(remote, sums, strict=True):
         digests[leaf.name] = "multilinear:" + _digest_bytes(leaf, of_leaf)

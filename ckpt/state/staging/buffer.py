@@ -52,22 +52,22 @@ class StagingBuffer:
         *,
         previous: "StagingBuffer | None" = None,
     ) -> None:
-        frames = [_frame(dtype, shape) for dtype, shape in chunks]
+        headers_and_footers = [_header_and_footer(dtype, shape) for dtype, shape in chunks]
         self.is_exact = all(_is_readable(dtype) for dtype in {dtype for dtype, _ in chunks})
         self.slots: list[ChunkLayout] = []
         end = 0
-        for (dtype, shape), (prefix, suffix) in zip(chunks, frames, strict=True):
-            raw_start = -(-(end + len(prefix)) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        for (dtype, shape), (header, footer) in zip(chunks, headers_and_footers, strict=True):
+            raw_start = -(-(end + len(header)) // _ALIGNED_BYTES) * _ALIGNED_BYTES
             raw_bytes = torch.Size(shape).numel() * dtype.itemsize
-            start, end = raw_start - len(prefix), raw_start + raw_bytes + len(suffix)
+            start, end = raw_start - len(header), raw_start + raw_bytes + len(footer)
             self.slots.append(ChunkLayout(start, end - start, raw_start, raw_bytes))
         self._device: torch.device | None = None
         self._memory = _reused_or_new(previous, end)
         memory = self._memory.tensor
         self.data = memory_of(memory[:end]) if end else memoryview(b"")
-        for slot, (prefix, suffix) in zip(self.slots, frames, strict=True):
-            self.data[slot.start : slot.raw_start] = prefix
-            self.data[slot.start + slot.bytes - len(suffix) : slot.start + slot.bytes] = suffix
+        for slot, (header, footer) in zip(self.slots, headers_and_footers, strict=True):
+            self.data[slot.start : slot.raw_start] = header
+            self.data[slot.start + slot.bytes - len(footer) : slot.start + slot.bytes] = footer
         self._views = [
             memory[slot.raw_start : slot.raw_start + slot.raw_bytes].view(dtype).view(shape)
             for slot, (dtype, shape) in zip(self.slots, chunks, strict=True)
@@ -154,7 +154,7 @@ class _Recorder:
 
 
 @cache
-def _frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+def _header_and_footer(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return the archive header and footer of torch.save around a tensor's raw data, without a checksum of the data."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched where it is large, so it costs no memory
     with _without_checksums():
@@ -184,9 +184,9 @@ def _is_readable(dtype: torch.dtype) -> bool:
     """Return whether torch.load reads other values between the same header and footer; tried once per dtype."""
     raw = torch.arange(8 * dtype.itemsize, dtype=torch.uint8, device="cpu").remainder(2)  # 0 and 1 are values of every dtype
     expected = raw.view(dtype)
-    prefix, suffix = _frame(dtype, tuple(expected.shape))
+    header, footer = _header_and_footer(dtype, tuple(expected.shape))
     try:
-        loaded = torch.load(io.BytesIO(prefix + bytes(memory_of(raw)) + suffix), weights_only=True)
+        loaded = torch.load(io.BytesIO(header + bytes(memory_of(raw)) + footer), weights_only=True)
     except Exception:  # noqa: BLE001 - after any error such a file would be unreadable
         return False
     return bool(loaded.dtype == dtype and torch.equal(loaded.view(torch.uint8), raw))

@@ -60,7 +60,7 @@ def wait_for_current_streams(devices: Iterable[torch.device]) -> None:
             streams.current_stream(device).synchronize()
 
 
-def brought_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def copied_to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of `tensors`, small ones, in memory of the host: with one copy for all tensors of a device."""
     of_device: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):

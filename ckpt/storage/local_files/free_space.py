@@ -49,5 +49,5 @@ class FilesystemSpace:
         """
         self._taken += count
         if self._free is not None and self._taken > self._free:
-            told = f"{os.strerror(errno.ENOSPC)} ({self._taken} bytes needed, {self._free} free)"
-            raise OSError(errno.ENOSPC, told, self._folder)
+            reason = f"{os.strerror(errno.ENOSPC)} ({self._taken} bytes needed, {self._free} free)"
+            raise OSError(errno.ENOSPC, reason, self._folder)

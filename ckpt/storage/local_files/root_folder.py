@@ -79,7 +79,7 @@ class Way:
             except FileExistsError:  # another process was faster
                 pass
             except OSError as exc:
-                self._tell_inodes(exc)
+                self._explain_inodes(exc)
                 raise
             self.sync()
             descriptor = os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=self.folder)
@@ -133,10 +133,10 @@ class Way:
             return os.open(name, flags | os.O_NOFOLLOW, 0o666, dir_fd=self.folder)
         except OSError as exc:
             exc.filename = str(self.path(name))  # the call knew the last name only
-            self._tell_inodes(exc)
+            self._explain_inodes(exc)
             raise
 
-    def _tell_inodes(self, error: OSError) -> None:
+    def _explain_inodes(self, error: OSError) -> None:
         """Add to the error of a full filesystem that its inodes are used up, if they are: its free bytes do not show this."""
         if error.errno == errno.ENOSPC:
             filesystem = os.statvfs(self.folder)

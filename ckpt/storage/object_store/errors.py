@@ -214,5 +214,5 @@ def first_reason(error: Exception) -> str:
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
     unsent = _UNSENT.search(text)
-    told = [answer[name][:300] for name in ("Code", "Message") if name in answer]
-    return ": ".join([line, *([unsent["text"]] if unsent is not None and not told else told)])
+    reasons = [answer[name][:300] for name in ("Code", "Message") if name in answer]
+    return ": ".join([line, *([unsent["text"]] if unsent is not None and not reasons else reasons)])

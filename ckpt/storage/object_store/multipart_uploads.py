@@ -16,7 +16,7 @@ from .waits import Waits, waits_of
 _TRIES = 3  # of a request
 _TRUE = ("1", "true", "on", "yes", "y")  # as object_store reads it
 _logger = logging.getLogger(__name__)
-_told: set[str] = set()  # the prefixes for which this process has logged it: a training prunes again and again
+_logged: set[str] = set()  # the prefixes for which this process has logged it: a training prunes again and again
 
 
 def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float, deadline_s: float) -> int:
@@ -38,8 +38,8 @@ def abort_stale_uploads(store: S3Store, prefix: str, older_than_s: float, deadli
                 return _abort_below(client, store, below, timedelta(seconds=older_than_s))
             return 0
     except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as exc:
-        level = logging.DEBUG if below in _told else logging.INFO
-        _told.add(below)
+        level = logging.DEBUG if below in _logged else logging.INFO
+        _logged.add(below)
         _logger.log(
             level, "unfinished uploads to %s cannot be aborted, and are left to the bucket's lifecycle rule: %s", below, exc
         )

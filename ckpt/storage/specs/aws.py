@@ -21,8 +21,8 @@ def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str
 
     """
     import botocore.exceptions  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
-    from botocore import UNSIGNED  # noqa: PLC0415 - as above
-    from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - as above
+    from botocore import UNSIGNED  # noqa: PLC0415 - takes a while to import
+    from botocore.config import Config  # type: ignore[import-untyped]  # noqa: PLC0415 - ships no types, takes a while to import
 
     try:
         # botocore takes an empty AWS_DEFAULT_REGION for the name of a region.

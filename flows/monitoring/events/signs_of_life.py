@@ -43,8 +43,8 @@ def silence_s() -> float:
     return MISSED_HEARTBEATS * frequency_s()
 
 
-def begins_at_once(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-    """Return whether who takes the flow run can begin it: not where it may have to wait for a machine, as in Kubernetes."""
+def begins_immediately(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+    """Return whether the flow run can begin immediately: not where it may have to wait for a machine, as in Kubernetes."""
     pool = flow_run.work_pool_name
     return pool is None or client.read_work_pool(pool).type in WAIT_FOR_NO_MACHINE
 

@@ -48,5 +48,5 @@ class OptunaPruning:
             return
         last = self._last[number]
         is_complete = state == "completed" and not math.isnan(last)
-        told = self._states[state] if state != "completed" or is_complete else self._states["failed"]
-        self._study.tell(self._trials[number], last if is_complete else None, told)
+        final = self._states[state] if state != "completed" or is_complete else self._states["failed"]
+        self._study.tell(self._trials[number], last if is_complete else None, final)

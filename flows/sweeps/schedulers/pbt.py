@@ -78,14 +78,14 @@ class PopulationBased(ResumesAll):
             it for it in history.values() if it.state in ("running", "paused") and it.reports and it.reports[-1].time >= time
         ]
         values = {it.number: _value_at(it, time) for it in reached}
-        ranked = sorted(reached, key=lambda it: (*sort_key(values[it.number]), it.number))
+        best_first = sorted(reached, key=lambda it: (*sort_key(values[it.number]), it.number))
         count = min(math.ceil(len(reached) * self.quantile), len(reached) // 2)
-        if count == 0 or trial.number not in [it.number for it in ranked[-count:]]:
+        if count == 0 or trial.number not in [it.number for it in best_first[-count:]]:
             return None
         # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried.
         best = [
             it
-            for it in ranked[:count]
+            for it in best_first[:count]
             if it.source is None and it.reports[-1].checkpoint is not None and is_score(values[it.number])
         ]
         return random.choice(best) if best else None

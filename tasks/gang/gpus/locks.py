@@ -83,12 +83,12 @@ def _lock_soon(lock: int) -> None:
 
 
 def read_owner(lock: int) -> str:
-    """Return who holds a lock, as it has written there."""
+    """Return the owner of a lock, as it has written itself there."""
     return os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
 
 
 def write_owner(lock: int, owner: str) -> None:
-    """Write who holds a lock, for others that wait for it."""
+    """Write the owner of a lock there, for others that wait for it."""
     os.ftruncate(lock, 0)
     with suppress(OSError):  # the memory of the machine's files is full: the GPU is taken, and others do not see by whom
         os.pwrite(lock, owner.encode()[:_LONGEST_OWNER], 0)

@@ -115,7 +115,7 @@ class Agent:
     def __init__(self, link: Link, address: str) -> None:
         self._link = link
         self._interface = interface_of(address)
-        self._neighbours = Neighbours(address, self._tell_of_unreached)
+        self._neighbours = Neighbours(address, self._report_unreached)
         self._ranks: dict[int, _Rank] = {}
         self._gpus: GpuAllocation | None = None
         self._terminated = threading.Event()
@@ -166,7 +166,7 @@ class Agent:
         else:
             self._order(header["rank"], header["type"])
 
-    def _tell_of_unreached(self, machines: list[str]) -> None:
+    def _report_unreached(self, machines: list[str]) -> None:
         with suppress(LinkError):  # the leader is gone: the agent ends
             self._link.send({"type": "unreached", "machines": machines})
 

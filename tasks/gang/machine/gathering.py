@@ -50,7 +50,7 @@ class Gathering:
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
         self._delays: Mapping[str, str] = {}
-        self._told: set[str] = set()  # kinds of delays
+        self._returned: set[str] = set()  # kinds of delays
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
         self._is_over = False  # no agent is awaited any longer
         self._changing = threading.Lock()
@@ -92,8 +92,8 @@ class Gathering:
         delays = []
         for name, reason in self._delays.items():
             kind, _, _ = reason.partition(":")
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._returned:
+                self._returned.add(kind)
                 delays.append(f"{name} has not come yet: {reason}")
         return delays
 

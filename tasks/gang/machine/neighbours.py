@@ -48,7 +48,7 @@ class Neighbours:
             self.port = server.getsockname()[1]
 
     def watch(self, machines: Sequence[tuple[str, str, int]]) -> None:
-        """Watch other machines, besides those of earlier calls, until this process ends.
+        """Watch other machines, in addition to those of earlier calls, until this process ends.
 
         Args:
             machines: The name, the address and the port of each.

@@ -116,7 +116,7 @@ class RankProcess:
         Output of descendants that could not be ended with the process is read for a second at most.
         """
         output = OutputLines()
-        told: list[str] = []
+        warning: list[str] = []
         ends_s = math.inf
         with selectors.DefaultSelector() as selector:
             for descriptor in (self._output, self._status, self._result):
@@ -137,9 +137,9 @@ class RankProcess:
                 if set(selector.get_map()) == {self._output}:  # a guard closes its own end of it first
                     ends_s = min(ends_s, time.monotonic() + _LEFT_S)
                     if time.monotonic() >= ends_s:
-                        told = [f"WARNING: the rank has ended, and {_holders(self._output)} that it started has not"]
+                        warning = [f"WARNING: the rank has ended, and {_holders(self._output)} that it started has not"]
                         break
-        yield [*output.feed(self._failure, time.monotonic(), final=True), *told]
+        yield [*output.feed(self._failure, time.monotonic(), final=True), *warning]
 
     def reap(self) -> ProcessExit:
         """Kill what is left of the process and return how it exited; call it after `lines` is exhausted."""

@@ -83,7 +83,7 @@ def wait_for_kernels(local_rank: int) -> None:
 def is_memory_held_by_others() -> bool:
     """Return whether other processes hold memory of this rank's GPU, such as killed ones that the driver still cleans up.
 
-    False, with a line in the rank's log, if that cannot be told.
+    False, with a line in the rank's log, if that is unknown.
     """
     import torch  # noqa: PLC0415 - imported by now
 
@@ -131,7 +131,7 @@ def _holders(module: Any, device: "torch.device") -> str:
         return ""
     try:
         return str(module.list_gpu_processes(device))
-    except Exception as exc:  # noqa: BLE001 - NVML's own, and torch's where NVML does not tell all (WSL, vGPU, MIG)
+    except Exception as exc:  # noqa: BLE001 - NVML's own, and torch's where NVML does not know all (WSL, vGPU, MIG)
         return f"Which ones cannot be told ({type(exc).__name__}: {exc})."
 
 

@@ -69,7 +69,7 @@ def prepare_command() -> None:
 def outlast_sigterm() -> None:
     """Let this process, a rank, outlast one SIGTERM; the next one ends it. Processes that it starts end by the first.
 
-    systemd sends it to all processes of a unit at once, also to ranks that have the grace of the flow for a last checkpoint.
+    systemd sends it to all processes of a unit together, also to ranks that have the grace of the flow for a last checkpoint.
     The handler is in C, since one of Python would have to wait for native code, and every program would inherit SIG_IGN.
 
     In a step of Slurm, it outlasts those that follow, too: at a time limit, Slurm sends two, some hundredths of a second apart.
@@ -184,11 +184,11 @@ def _kill_descendants() -> None:
 
         left = {pid: state for pid, state in _descendants().items() if pid not in refused}
         if refused and set(left.values()) <= {_ZOMBIE}:  # their parents keep running
-            _tell_of(refused)
+            _warn_of(refused)
             return
         waited_s = time.monotonic() - alone_since_s
-        spared = {pid for pid, state in left.items() if state != _ZOMBIE and waited_s < _clean_up_s(pid)}
-        others = left.keys() - spared
+        cleaning_up = {pid for pid, state in left.items() if state != _ZOMBIE and waited_s < _clean_up_s(pid)}
+        others = left.keys() - cleaning_up
         for pid in others:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -198,7 +198,7 @@ def _kill_descendants() -> None:
                 refused.add(pid)
         is_alone = all(left[pid] == _ZOMBIE for pid in others)
         alone_since_s = min(alone_since_s, time.monotonic()) if is_alone else _NEVER_S
-        waits = bool(others) and not (refused or spared)
+        waits = bool(others) and not (refused or cleaning_up)
         with contextlib.suppress(ChildProcessError):
             ended, _ = os.waitpid(-1, 0 if waits else os.WNOHANG)
             while ended:
@@ -223,7 +223,7 @@ def _clean_up_s(pid: int) -> float:
     return -_NEVER_S
 
 
-def _tell_of(refused: set[int]) -> None:
+def _warn_of(refused: set[int]) -> None:
     import contextlib  # noqa: PLC0415 - most commands leave no process
     from pathlib import Path  # noqa: PLC0415 - most commands leave no process
 

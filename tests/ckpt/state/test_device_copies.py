@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt.state.loading.tensor_blocks import boxes_of
-from prefect_torch.ckpt.state.staging.device_copies import brought_to_host, cut_at_multiples, sums_of_words
+from prefect_torch.ckpt.state.staging.device_copies import copied_to_host, cut_at_multiples, sums_of_words
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -80,7 +80,7 @@ def test_small_tensors_come_with_their_values_dtypes_and_shapes():
         torch.zeros(0, 3),
         torch.tensor(True),
     ]
-    for copy, tensor in zip(brought_to_host(tensors), tensors, strict=True):
+    for copy, tensor in zip(copied_to_host(tensors), tensors, strict=True):
         assert torch.equal(copy, tensor)
         assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
         assert copy.data_ptr() != tensor.data_ptr() or not tensor.numel()
