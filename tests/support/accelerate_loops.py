@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
-from exact_ends import write_end
+from exact_ends import weights, write_end
 from prefect_torch.ckpt import get_context
 from prefect_torch.ckpt.accelerate import load_state, report_state
 from rank_processes import joined
@@ -100,10 +100,6 @@ def train(accelerator, epochs=EPOCHS, upload=None, before_epoch=lambda epoch: No
             counter.batches += 1
         report_state(accelerator, {"loss": loss.item(), "batches": counter.batches}, step=epoch, upload=upload)
     return accelerator.unwrap_model(model), loaded
-
-
-def weights(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def kill_before(last):

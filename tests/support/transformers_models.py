@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from exact_ends import write_end
+from exact_ends import weights, write_end
 from prefect_torch.ckpt.context import set_context
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from rank_processes import joined
@@ -66,10 +66,6 @@ class Before(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             self.action()
-
-
-def weights(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def kill():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning.demos.boring_classes
 import torch
-from exact_ends import same, same_ends
+from exact_ends import same, same_ends, weights
 from forked_ranks import launch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
@@ -43,10 +43,6 @@ def fit(attempt, callback=None, model=None, **arguments):
 
 def committed(store):
     return [(manifest.step, manifest.metrics["epoch"]) for manifest in store.list()]
-
-
-def weights(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exact_ends import same_ends
+from exact_ends import same_ends, weights
 from forked_ranks import launch
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.events import ReportEvent
@@ -18,7 +18,7 @@ from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder
 from prefect_torch.ckpt.transformers.resumes import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, ViTForImageClassification
-from transformers_models import Before, make_model, make_trainer, weights
+from transformers_models import Before, make_model, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OF_RANK_0 = {
