@@ -120,6 +120,11 @@ def folder(path: Path, **files: bytes | str) -> Checkpoint:
     return Checkpoint.from_directory(path)
 
 
+def cached(node: Path) -> list[Path]:
+    """Return the files among the downloads on a node, whose folder for temporary files is `node`."""
+    return [path for path in node.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
 def read_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     with checkpoint.as_directory() as directory:
         return {str(path.relative_to(directory)): path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}

@@ -18,7 +18,7 @@ from prefect_torch.ckpt.state.loading.shared_reads import files_in_common
 from prefect_torch.ckpt.state.loading.tensor_blocks import tensor_blocks
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from ranks import Attempt, folder, read_files
+from ranks import Attempt, cached, folder, read_files
 
 DATA = ("get_file", "get_range", "digest")
 
@@ -51,10 +51,6 @@ def use_state(checkpoint):
     checkpoint.load_state(state)
     assert torch.equal(state["w"], torch.arange(10_000.0))
     assert state["epoch"] == 3
-
-
-def cached(node):
-    return [path for path in node.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "state"])
