@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
@@ -147,9 +148,9 @@ def _run_ranks(
 ) -> Any:
     # Without this transaction, Prefect marks the task runs of ranks as rolled back as soon as this task run fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, lease, logs=logs)
+        gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, lease, logs)
         try:
-            return gang.run(key_value, None, termination)
+            return GangRun(gang, key_value, None, termination).run()
         finally:
             gang.stop("the evaluation is over")
 

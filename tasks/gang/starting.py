@@ -7,7 +7,6 @@ from typing import Protocol
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.tasks.gang.machine.lending import Lease
-from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -90,7 +89,6 @@ def start_gang(
     first_rank_at: Callable[[Address], RankSpec],
     hang_timeout_s: float | None,
     lease: Lease | None = None,
-    regrowth: Regrowth | None = None,
     logs: RankLogs | None = None,
 ) -> tuple[Gang, KeyValue]:
     """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
@@ -99,7 +97,6 @@ def start_gang(
         first_rank_at: Returns rank 0 for the address of the store, as if all ranks were on this machine.
         hang_timeout_s: The longest time without a report; None for unlimited.
         lease: The machines of the ranks; None for this one.
-        regrowth: Looks for room for more ranks; None if the attempt does not grow.
         logs: Where the ranks' lines go; None for all to Prefect.
 
     Raises:
@@ -109,7 +106,7 @@ def start_gang(
     rendezvous = Rendezvous() if lease is None else Rendezvous(lease.host)
     try:
         specs = _place(first_rank_at(rendezvous.address), lease)
-        gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, regrowth, logs)
+        gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, logs)
         try:
             gang.start()
             return gang, rendezvous.serve()  # imports torch while the ranks do so

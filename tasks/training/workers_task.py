@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, r
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
@@ -191,12 +192,13 @@ class _Leader:
         try:
             termination.raise_if_requested()
             with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
-                gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, regrowth, logs)
+                gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, logs)
                 try:
                     self._observers.notify(RanksStarted(attempt, gang.task_runs))
                     recorder.on_request = partial(self._decide, key_value)
-                    value = gang.run(key_value, recorder, termination)
-                    self.regrows = gang.is_cut_short and not self._is_stopped
+                    gang_run = GangRun(gang, key_value, recorder, termination, regrowth)
+                    value = gang_run.run()
+                    self.regrows = gang_run.is_cut_short and not self._is_stopped
                     if regrowth is not None:
                         regrowth.is_used = self.regrows
                     if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint

@@ -41,7 +41,7 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.monitoring.text import page_url
-from prefect_torch.tasks.gang import gang, rank_groups
+from prefect_torch.tasks.gang import gang_run, rank_groups
 from prefect_torch.tasks.training import leadership
 from pydantic import ValidationError
 from trainings import ENDS, returned_end
@@ -107,7 +107,7 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint_however_it_has_en
 
 def test_a_rank_that_was_killed_is_the_cause_and_others_are_stopped_at_once(run, monkeypatch):
     """Of one that has raised it is not known yet: its error may be what another rank's has led to."""
-    monkeypatch.setattr(gang, "_SETTLE_S", 600)
+    monkeypatch.setattr(gang_run, "_SETTLE_S", 600)
     assert train("trainings:lose_a_rank_that_nobody_needs", {}, TWO, run).return_value == "trained"
 
 

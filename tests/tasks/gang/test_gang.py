@@ -11,8 +11,9 @@ from prefect.context import TagsContext
 from prefect.exceptions import TerminationSignal
 from prefect.states import Completed
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
-from prefect_torch.tasks.gang import gang
+from prefect_torch.tasks.gang import gang, gang_run
 from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.starting import start_gang
 from prefect_torch.tasks.gang.termination import TerminatedError, Termination
 from prefect_torch.tasks.rank.errors import RankFailedError
@@ -39,8 +40,9 @@ class Supervisor:
 def supervisor(monkeypatch):
     supervisor = Supervisor()
     monkeypatch.setattr(gang, "train_rank", supervisor)
-    monkeypatch.setattr(gang, "get_run_logger", lambda: logging.getLogger("gang"))
-    monkeypatch.setattr(gang, "_POLL_S", 0.001)
+    for module in (gang, gang_run):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("gang"))
+        monkeypatch.setattr(module, "POLL_S", 0.001)
     monkeypatch.setattr(gang, "_STOP_WARNING_S", 0.01)
     return supervisor
 
@@ -74,7 +76,8 @@ def test_a_hang_that_is_found_while_ranks_that_have_returned_end_is_none(supervi
     ranks = started([None])
     supervisor.state, supervisor.result = Completed(), lambda raise_on_failure: 7
     supervisor.done[0](None)
-    assert ranks._result(RankFailedError("the training hangs", None, "infrastructure"), None, None) == 7
+    run = GangRun(ranks, MemoryKeyValue(), None, Termination(0.0))
+    assert run._result(RankFailedError("the training hangs", None, "infrastructure"), None) == 7
 
 
 @pytest.mark.parametrize("failing", ["a rank", "the store"])
@@ -137,7 +140,7 @@ def test_ranks_keep_their_grace_when_the_flow_is_terminated_while_they_leave_a_m
             termination.request(TerminationSignal(15))
 
     ranks = started([None])
-    ranks._machines = [SimpleNamespace(name="a", is_terminated=True)]
+    ranks.machines = [SimpleNamespace(name="a", is_terminated=True)]
     with pytest.raises(TerminatedError):
-        ranks.run(Store(), None, termination)
-    assert ranks._all_finished()
+        GangRun(ranks, Store(), None, termination).run()
+    assert ranks.has_exited()

@@ -14,13 +14,15 @@ import pytest
 from agents import agents
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks import Hosts, ScalingConfig
-from prefect_torch.tasks.gang import gang as gang_module
+from prefect_torch.tasks.gang import gang_run
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.machine import regrowth as regrowth_module
 from prefect_torch.tasks.gang.machine.agent import KEY_VARIABLE
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
+from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.rank.rendezvous import TERMINATION_KEY
 from pydantic import ValidationError
 
@@ -66,7 +68,7 @@ def test_machines_are_held_as_soon_as_the_cluster_has_some_that_are_not_in_use(t
 def test_an_attempt_goes_on_if_what_was_lent_is_gone_before_its_checkpoint_and_others_are_asked_for(
     tmp_path, monkeypatch, number
 ):
-    monkeypatch.setattr(gang_module, "get_run_logger", lambda: logging.getLogger("gang"))
+    monkeypatch.setattr(gang_run, "get_run_logger", lambda: logging.getLogger("gang"))
     avoid = {"a"}
 
     def wanted(gone):
@@ -77,19 +79,20 @@ def test_an_attempt_goes_on_if_what_was_lent_is_gone_before_its_checkpoint_and_o
     cluster = Hosts(["a", "b", "c"], command=f"test -e {tmp_path}/{{host}} && exec {{agent}}", leader_address=LOOPBACK)
     regrowth = Regrowth(cluster, wanted, 0.01)
     try:
-        ranks, key_value = Gang([], None, regrowth=regrowth), MemoryKeyValue()
+        key_value = MemoryKeyValue()
+        run = GangRun(Gang([], None), key_value, None, Termination(0.0), regrowth)
         wait_for(lambda: regrowth.room)
-        ranks._regrow(key_value)
+        run._regrow()
         assert key_value.check(TERMINATION_KEY)
         (agent,) = agents()
         os.kill(agent.pid, number)
         wait_for(lambda: not regrowth.room)
-        ranks._regrow(key_value)
+        run._regrow()
         assert not key_value.check(TERMINATION_KEY)
         (tmp_path / "c").touch()
         wait_for(lambda: regrowth.room)
         assert [machine.name for machine in regrowth.machines] == ["c"]
-        ranks._regrow(key_value)
+        run._regrow()
         assert key_value.check(TERMINATION_KEY)
     finally:
         regrowth.stop()
