@@ -79,12 +79,18 @@ class HistoryWriter:
     When these are many, or hold a thousand records, one object replaces them, and is read back before they are deleted.
     So a run that reports for weeks has an object per thousand reports, and 32 others at most.
 
+    Args:
+        run: The run.
+        attempt: The attempt.
+        before: The newest checkpoint of earlier attempts, or None.
+        lost: The reports that their leaders failed to store, oldest first: the first records of this attempt.
+
     Attributes:
-        recorded: The newest checkpoint whose report is stored, or None.
+        recorded: The newest checkpoint up to which the reports of all are stored, or None.
 
     """
 
-    def __init__(self, run: Run, attempt: int, recorded: str | None = None) -> None:
+    def __init__(self, run: Run, attempt: int, before: str | None = None, lost: Sequence[MetricRecord] = ()) -> None:
         self._run = run
         self._attempt = attempt
         self._first = 0  # the number of the first of `_lines`
@@ -94,7 +100,11 @@ class HistoryWriter:
         self._pending: list[MetricRecord] = []
         self._oldest_s = 0.0
         self._one_flush = threading.Lock()
-        self.recorded = recorded
+        self._before = before
+        self._num_lost = len(lost)
+        self.recorded = None if lost else before
+        for record in lost:
+            self.append(record)
 
     def append(self, record: MetricRecord) -> None:
         """Add one record, to be stored by a later `flush`."""
@@ -138,7 +148,8 @@ class HistoryWriter:
         self._oldest_s = time.monotonic()
         del self._pending[: len(taken)]
         self._lines += lines
-        ids = (self.recorded, *(record.checkpoint for record in taken))
+        self._num_lost = max(0, self._num_lost - len(taken))
+        ids = (self.recorded, None if self._num_lost else self._before, *(record.checkpoint for record in taken))
         self.recorded = max((checkpoint_id for checkpoint_id in ids if checkpoint_id is not None), default=None)
         return len(taken)
 
@@ -227,12 +238,13 @@ def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> 
 
 def newest_recorded(run: Run, attempt: int | None = None) -> str:
     """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
-    newest = ""
+    newest, is_found = "", False
     for chunk in reversed(list_chunks(run.storage, run.layout, attempt)):
         records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was merged with older ones
-        known = (record.checkpoint for record in records.values() if attempt in (None, record.attempt))
-        newest = max([newest, *(checkpoint for checkpoint in known if checkpoint)])
-        if newest and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold its missing records
+        known = [record for record in records.values() if record.checkpoint and attempt in (None, record.attempt)]
+        newest = max([newest, *(record.checkpoint for record in known if record.checkpoint)])
+        is_found |= any(record.attempt == chunk.attempt for record in known)  # not only lost ones of earlier attempts
+        if is_found and (len(records) == chunk.count or not chunk.proves_itself):  # else others may hold its missing records
             break
     return newest
 

@@ -62,9 +62,7 @@ class RunRecorder:
             memory.remember(restored)
         lost = lost_records(replace(store, memory=memory), listed, attempt)
         newest = max((it.id for it in listed), default=None)
-        self._history = HistoryWriter(store, attempt, recorded=None if lost else newest)
-        for record in lost:
-            self._history.append(record)
+        self._history = HistoryWriter(store, attempt, newest, lost)
         # Only for the decisions of a resumed run; for any other run, reading the whole history would be useless.
         before = [] if job.decisions is None or restored is None else [*read_history(store), *lost]
         self._newest_metrics = newest_of_each(before)

@@ -181,9 +181,7 @@ def _keep_books(training, store, attempt, restored, key_value, ranks) -> None:
     listed = list(store.listed())
     lost = lost_records(store, listed, attempt)
     newest = max((it.id for it in listed), default=None)
-    history, receiver = HistoryWriter(store, attempt, None if lost else newest), EventReceiver(key_value)
-    for record in lost:
-        history.append(record)
+    history, receiver = HistoryWriter(store, attempt, newest, lost), EventReceiver(key_value)
     history.flush()
     in_use = () if restored is None else (restored.id,)
     _prune(store, in_use, history.recorded)

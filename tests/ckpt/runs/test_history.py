@@ -313,3 +313,23 @@ def test_a_dead_process_writes_no_more(small_chunks):
     after.append(replace(record(5), attempt=2))
     after.close()
     assert steps(store) == [0, 1, 2, 5]
+
+
+def test_reports_that_an_earlier_leader_lost_make_none_that_came_after_them_count_as_unstored(store, tmp_path):
+    """The leader of the first of three attempts was killed; its last checkpoint stays, and a prune has to delete newer ones."""
+    first = Attempt(store)
+    for step in range(2):
+        first.session().report({}, folder(tmp_path / "c", model="x"), step=step)
+    (lost,) = lost_records(store, store.listed()[1:], 2)
+    second = Attempt(store)
+    second.session().report({}, folder(tmp_path / "c", model="x"), step=2)
+    newest = store.listed()[-1].id
+    writer = HistoryWriter(store, 2, lost.checkpoint, [lost])
+    writer.append(replace(lost, attempt=2, step=2, checkpoint=newest))
+    writer.flush()
+    left = lost_records(store, store.listed(), 3)
+    assert lost in left
+    third = HistoryWriter(store, 3, newest, left)
+    assert third.recorded is None
+    third.flush()
+    assert third.recorded == newest == newest_recorded(store)
