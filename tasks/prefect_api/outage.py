@@ -32,7 +32,7 @@ from .settings import settings_with_defaults, using, without_retries
 _RETRIES = 7
 _MOST_WAITING = 50_000  # log lines: some 60 MB, and their texts
 # Answers of a server without its database, and of a proxy without its server; Prefect itself repeats after 408, 429, 502, 503.
-_REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
+REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
 _LONGEST_S = 600.0
 _POLL_S = 1.0
 _JUST_NOW_S = 1.0
@@ -128,7 +128,7 @@ def _is_away(error: BaseException) -> bool:
 
 def _defaults() -> dict[Any, Any]:
     """Return the values of settings that the user has not set."""
-    defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: _REPEATED}
+    defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: REPEATED}
     if PREFECT_API_URL.value() is None and not PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value():
         # The embedded server has no tokens, and each new client would request one.
         defaults[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False

@@ -3,10 +3,15 @@
 import asyncio
 import json
 from importlib import import_module
+from uuid import uuid4
 
 import httpx
 import pytest
+from http_proxy import Response, proxied
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_RETRY_EXTRA_CODES, get_current_settings, temporary_settings
 from prefect.utilities.services import critical_service_loop
 from prefect_torch.deployments.serving import _CANCELLED, _DUE, runner_outlasts_outages
 
@@ -121,3 +126,26 @@ def test_other_runners_of_the_process_are_prefects_own_afterwards():
     with runner_outlasts_outages():
         assert critical_service_loop not in loops()
     assert loops() == [critical_service_loop] * 2
+
+
+def test_a_flow_run_that_begins_while_the_server_has_no_database_asks_again(prefect_server):
+    """Its process has the settings of the runner's. Prefect's own client does not repeat a request that has status 500."""
+    failed = []
+
+    def change(method: str, path: str, response: Response) -> Response:
+        if not path.startswith("/api/flow_runs/") or failed:
+            return response
+        failed.append(path)
+        return Response(500, b"{}", {"Retry-After": "0.1"})
+
+    with runner_outlasts_outages(), proxied(prefect_server.url) as proxy:
+        of_processes = get_current_settings().to_environment_variables(exclude_unset=True)
+        assert of_processes["PREFECT_CLIENT_RETRY_EXTRA_CODES"] == "500,504"
+        proxy.change = change
+        with temporary_settings({PREFECT_API_URL: f"{proxy.endpoint}/api"}):
+            client = get_client(sync_client=True)
+            with client, pytest.raises(ObjectNotFound):
+                client.read_flow_run(uuid4())
+    assert len(failed) == 1
+    with temporary_settings({PREFECT_CLIENT_RETRY_EXTRA_CODES: {418}}), runner_outlasts_outages():
+        assert PREFECT_CLIENT_RETRY_EXTRA_CODES.value() == {418}
