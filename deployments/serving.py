@@ -8,10 +8,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from prefect.settings import PREFECT_CLIENT_RETRY_EXTRA_CODES
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, REPEATED, is_key_refused, is_outage
-from prefect_torch.tasks.prefect_api.settings import settings_with_defaults, using
+from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_key_refused, is_outage, repeat_without_database
 
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
@@ -31,13 +29,12 @@ def runner_outlasts_outages(after_outage: Callable[[], object] = lambda: None) -
     Otherwise, a refusal, or three polls in a row without an answer, end the polling for cancellations and suspensions, and the
     runner. The runner ends all flow runs that it has started, and no automation restarts them: nothing runs the restarts.
 
-    Requests that a server without its database answers are repeated for a minute, also by the processes of flow runs, which
-    get the settings of the body: one that is beginning would otherwise end, and its end not be told, so that the flow run
-    would stay Pending.
+    Requests that a server without its database answers are repeated for a minute, also by a process that begins a flow run:
+    otherwise that would end, and the runner fail to tell it, so that the flow run would stay Pending.
     """
     _replace({_DUE: partial(_poll_despite_outages, after_outage), _CANCELLED: partial(_poll_despite_outages, lambda: None)})
     try:
-        with using(settings_with_defaults({PREFECT_CLIENT_RETRY_EXTRA_CODES: REPEATED})):
+        with repeat_without_database():
             yield
     finally:
         _replace(dict.fromkeys((_DUE, _CANCELLED), critical_service_loop))

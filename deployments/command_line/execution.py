@@ -16,6 +16,7 @@ from prefect.runner._process_manager import ProcessManager
 from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Crashed
 from prefect.utilities.engine import propose_state_sync
+from prefect_torch.tasks.prefect_api.outage import repeat_without_database
 
 BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 _POLL_S = 0.2
@@ -33,9 +34,14 @@ def execute_gracefully(flow_run_id: UUID) -> int:
 
     Raises:
         FileNotFoundError: If the API does not know the flow run.
-        ConnectionError: If the API does not answer.
+        ConnectionError: If the API does not answer, or for a minute has no database.
 
     """
+    with repeat_without_database():
+        return _execute(flow_run_id)
+
+
+def _execute(flow_run_id: UUID) -> int:
     _look_up(flow_run_id)
     behavior = os.environ.get(BEHAVIOR, "").lower()
     # The one of the three that proposes no state: a state may be proposed only after the process has exited.

@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
 from json import JSONDecodeError
@@ -32,7 +32,7 @@ from .settings import settings_with_defaults, using, without_retries
 _RETRIES = 7
 _MOST_WAITING = 50_000  # log lines: some 60 MB, and their texts
 # Answers of a server without its database, and of a proxy without its server; Prefect itself repeats after 408, 429, 502, 503.
-REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
+_REPEATED = {HTTPStatus.INTERNAL_SERVER_ERROR.value, HTTPStatus.GATEWAY_TIMEOUT.value}
 _LONGEST_S = 600.0
 _POLL_S = 1.0
 _JUST_NOW_S = 1.0
@@ -72,6 +72,14 @@ def outlast_api_outages() -> Iterator[None]:
                 yield
         finally:
             _keeper.reset(token)
+
+
+def repeat_without_database() -> AbstractContextManager[None]:
+    """Repeat the requests of the body that a server without its database answers, and those of the processes of flow runs.
+
+    These get the body's settings. One that begins at that moment would otherwise end, perhaps without anybody to tell that.
+    """
+    return using(settings_with_defaults({PREFECT_CLIENT_RETRY_EXTRA_CODES: _REPEATED}))
 
 
 class WaitingLines:
@@ -128,7 +136,7 @@ def _is_away(error: BaseException) -> bool:
 
 def _defaults() -> dict[Any, Any]:
     """Return the values of settings that the user has not set."""
-    defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: REPEATED}
+    defaults: dict[Any, Any] = {PREFECT_CLIENT_MAX_RETRIES: _RETRIES, PREFECT_CLIENT_RETRY_EXTRA_CODES: _REPEATED}
     if PREFECT_API_URL.value() is None and not PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value():
         # The embedded server has no tokens, and each new client would request one.
         defaults[PREFECT_CLIENT_CSRF_SUPPORT_ENABLED] = False

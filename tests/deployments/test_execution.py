@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import pytest
 from forked_programs import Popen, run_program
+from http_proxy import Response, proxied
 from prefect.client.orchestration import get_client
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -77,6 +78,30 @@ def test_a_flow_run_that_cannot_be_read_is_one_sentence(prefect_server, api, sai
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"prefect-torch: {api} {said.format(flow_run_id)}")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_flow_run_is_executed_though_the_server_has_no_database_as_it_begins(prefect_server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty_training.py").write_text("def train_fn(config):\n    pass\n")
+    deployment = make_deployment(
+        "short", f"{tmp_path}/empty_training.py:train_fn", run=RunConfig(storage=str(tmp_path / "store"))
+    )
+    failed = []
+
+    def change(method: str, path: str, response: Response) -> Response:
+        if path != f"/api/flow_runs/{flow_run.id}" or len(failed) == 5:
+            return response
+        failed.append(method)
+        return Response(500, b"{}", {"Retry-After": "0.1"})
+
+    with get_client(sync_client=True) as client, proxied(prefect_server.url) as proxy:
+        flow_run = client.create_flow_run_from_deployment(deployment.apply())
+        proxy.change = change
+        environment = {**os.environ, "PREFECT_API_URL": f"{proxy.endpoint}/api"}
+        done = run_program([SCRIPT, "execute", str(flow_run.id)], env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, failed) == (0, ["GET"] * 5), done.stderr
+        assert client.read_flow_run(flow_run.id).state.is_completed()
 
 
 def test_prefects_own_command_kills_a_flow_that_still_checkpoints(container):
