@@ -640,6 +640,7 @@ def test_a_shell_variable_without_a_value_names_nothing(local, command, argument
     [
         (("ls", "/nowhere"), 1, "there is no directory /nowhere"),
         (("ls", "nosuch://x"), 1, "nosuch:// cannot be a storage"),
+        (("ls", "sftp:///srv/x"), 1, "missing a required argument: 'host'. Give it in the URL, as in sftp://host/path"),
         (("ls", "s3://"), 1, "s3:// names no bucket: write s3://bucket/prefix"),
         (("ls", "s3://a b/x"), 1, "s3://a b/x cannot be opened: invalid domain character"),
         (("ls", "{local}", "../run"), 1, "run name '../run': use"),

@@ -1,6 +1,7 @@
 """Any filesystem of fsspec as a storage: memory, SFTP, HDFS, WebDAV and more."""
 
 import errno
+import inspect
 import os
 import re
 import socket
@@ -41,7 +42,7 @@ class FsspecStorage:
         options: Arguments of the filesystem's constructor; they override those in the url.
 
     Raises:
-        ValueError: If fsspec does not know the scheme, or its implementation is not installed.
+        ValueError: If fsspec does not know the scheme, its implementation is not installed, or it needs more than is given.
 
     """
 
@@ -60,6 +61,13 @@ class FsspecStorage:
             raise ValueError("dir:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
         given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as fsspec's open()
+        try:
+            inspect.signature(self._kind.__init__).bind(self._kind, **given)
+        except TypeError as exc:
+            raise ValueError(
+                f"{url} cannot be a storage: {exc}. Give it in the URL, as in {scheme}://host/path, or in the settings of a "
+                "RemoteFileSystem block"
+            ) from exc
         self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
         self._can_replace: bool | None = None
         self._rmdir_spares_files: bool | None = None
