@@ -64,7 +64,8 @@ def _find_module(name: str, given: str) -> Path | None:
             f"{given}: there is no module {name!r} in {Path.cwd()} or among the installed: give 'path/to/file.py:function', or "
             "start in the directory of the module"
         )
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    source = Path(spec.origin or "")
+    return source if source.suffix == ".py" and source.is_file() else None  # that of a module in a zip archive is no file
 
 
 def _top_level_names(source: Path | None) -> set[str] | None:

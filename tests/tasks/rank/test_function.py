@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import zipfile
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -143,6 +144,15 @@ def test_a_name_may_be_bound_in_any_way(folder, program):
 def test_a_reference_is_looked_up_but_not_imported(folder):
     pack_function("user_training:train_fn", None)
     assert "user_training" not in sys.modules
+
+
+def test_a_module_in_a_zip_archive_is_found(folder, monkeypatch):
+    """As those of a zipapp are."""
+    with zipfile.ZipFile(folder / "code.zip", "w") as archive:
+        archive.writestr("zipped_training.py", "def train_fn(config):\n    return __file__")
+    monkeypatch.syspath_prepend(folder / "code.zip")
+    found = in_a_new_interpreter(pack_function("zipped_training:train_fn", {}))
+    assert found == str(folder / "code.zip/zipped_training.py")
 
 
 @pytest.mark.parametrize(
