@@ -93,7 +93,7 @@ _STARTUP_TIMEOUT_S = 60
 _MAX_RESTARTS = 3  # within the period; whatever ended the server that often would end it again
 _RESTART_PERIOD_S = 600.0
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
-_restarting = threading.Lock()  # trainings in threads of one process share one server
+_starting, _restarting = threading.Lock(), threading.Lock()  # trainings in threads of one process share one server
 _SERVER_MODULE = "prefect.server.api.server"
 
 
@@ -206,11 +206,21 @@ def _embedded_servers() -> "set[SubprocessASGIServer]":
 
 
 def _tie_from_the_start(module: ModuleType) -> None:
-    """Replace `subprocess.Popen` for the one method of Prefect that starts the server, which builds the command itself."""
+    """Replace `subprocess.Popen` for the one method of Prefect that starts the server, which builds the command itself.
+
+    Threads that need the server at the same time start one, and all wait for it; Prefect would start one for each, at one port.
+    """
     server = module.SubprocessASGIServer
     run = server._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way
     seen = {**run.__globals__, "subprocess": SimpleNamespace(Popen=_start_tied)}
     server._run_uvicorn_command = FunctionType(run.__code__, seen)  # noqa: SLF001
+    start = server.start
+
+    def start_once(self: "SubprocessASGIServer", timeout: int | None = None) -> None:
+        with _starting:
+            start(self, timeout)
+
+    server.start = start_once
 
 
 def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":

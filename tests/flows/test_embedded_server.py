@@ -4,7 +4,8 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 
 import pytest
 from prefect import flow
@@ -155,6 +156,44 @@ assert threading.main_thread() not in deleted_in
     )
     command = [sys.executable, "-m", "collecting", str(tmp_path / "database")]
     assert _start_tied(command, {**os.environ, "PYTHONPATH": str(tmp_path)}).wait(60) == 0
+
+
+HEALTHY = """
+import http.server, sys
+
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_threads_that_need_a_server_at_the_same_time_start_one(monkeypatch):
+    together, ports = threading.Barrier(3), []
+    find = SubprocessASGIServer.find_available_port
+
+    def found_together(server: SubprocessASGIServer) -> int:
+        with suppress(threading.BrokenBarrierError):  # where no other thread comes
+            together.wait(0.5)
+        return find(server)
+
+    def run(server: SubprocessASGIServer) -> "subprocess.Popen[bytes]":
+        ports.append(server.port)
+        return subprocess.Popen([sys.executable, "-c", HEALTHY, str(server.port)], stderr=subprocess.DEVNULL)
+
+    monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", run)
+    monkeypatch.setattr(SubprocessASGIServer, "find_available_port", found_together)
+    monkeypatch.setattr(SubprocessASGIServer, "_instances", {})
+    server = SubprocessASGIServer()
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for started in [pool.submit(server.start, 30) for _ in range(3)]:
+                started.result()
+    finally:
+        server.stop()
+    assert len(ports) == 1
 
 
 @pytest.fixture
