@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.config import apply_config
 from prefect_torch.ckpt.errors import CheckpointError, StorageError, full_storage
 from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
@@ -60,7 +61,7 @@ class FsspecStorage:
         if scheme == "dir":  # its own error would be taken for a connection's, and retried
             raise ValueError("dir:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
-        given = {**self._kind._get_kwargs_from_urls(url), **options, "skip_instance_cache": True}  # noqa: SLF001 - as fsspec's open()
+        given = apply_config(self._kind, {**self._kind._get_kwargs_from_urls(url), **options})  # noqa: SLF001 - as fsspec's open()
         try:
             inspect.signature(self._kind.__init__).bind(self._kind, **given)
         except TypeError as exc:
@@ -68,7 +69,8 @@ class FsspecStorage:
                 f"{url} cannot be a storage: {exc}. Give it in the URL, as in {scheme}://host/path, or in the settings of a "
                 "RemoteFileSystem block"
             ) from exc
-        self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**given)))
+        own = {**given, "skip_instance_cache": True}  # fsspec's own, which a filesystem's constructor need not know
+        self._connections: Connections[FileSystem] = Connections(lambda: with_limited_waits(self._kind(**own)))
         self._can_replace: bool | None = None
         self._rmdir_spares_files: bool | None = None
 

@@ -528,6 +528,19 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         with pytest.raises(ValueError, match=r"nosuch.*Give a local path, s3://"):
             FsspecStorage("nosuch://place", {})
 
+    def test_what_its_filesystem_needs_may_be_in_fsspecs_own_configuration(self, monkeypatch):
+        class Strict(memory.MemoryFileSystem):
+            def __init__(self, host):
+                super().__init__()
+
+        fsspec.register_implementation("strict", Strict, clobber=True)
+        with pytest.raises(ValueError, match=r"missing a required argument: 'host'"):
+            FsspecStorage("strict:///folder", {})
+        monkeypatch.setitem(fsspec.config.conf, "memory", {"host": "here"})
+        storage = FsspecStorage("strict:///folder", {})
+        storage.put_bytes("run/x", b"1")
+        assert storage.get_bytes("run/x") == b"1"
+
     def test_a_listing_that_breaks_off_is_an_error_and_not_a_shorter_one(self, storage, monkeypatch):
         """fsspec's own walk leaves out a folder that it cannot list."""
         for key in ("run/a/x", "run/b/x"):
