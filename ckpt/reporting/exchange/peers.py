@@ -162,6 +162,14 @@ class Peers:
             with suppress(ConnectionError):
                 self._node.forget_decision(topic)
 
+    def note(self, topic: str) -> None:
+        """As another rank than 0, count this one among those for which `topic` holds."""
+        self._key_value.add(topic, 1)
+
+    def have_all_noted(self, topic: str) -> bool:
+        """Return whether every rank but 0 has called `note` for `topic`."""
+        return self.world_size == 1 or self._key_value.add(topic, 0) == self.world_size - 1
+
     def leave(self, own: RankExit) -> None:
         """Announce to all ranks that this one left; a rank that waits for it raises instead."""
         announce_exit(self._key_value, own)

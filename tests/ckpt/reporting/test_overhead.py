@@ -2,6 +2,7 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointError
+from prefect_torch.ckpt.reporting import checkpoint_requests
 from prefect_torch.ckpt.reporting.background import BackgroundCommits
 from prefect_torch.ckpt.reporting.checkpoint_requests import CheckpointRequests
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -65,6 +66,29 @@ def test_every_rank_gets_the_same_answers_and_they_leave_nothing_behind(store, t
     assert answers[0][0]
     assert len(store.list()) == sum(answers[0])
     assert not [key for key in attempt.key_value._values if key.startswith("checkpoint now")]
+
+
+@pytest.mark.parametrize("nodes", [(), (2, 1), (1,)])
+def test_answers_without_a_report_for_days_are_deleted(store, monkeypatch, nodes):
+    monkeypatch.setattr(checkpoint_requests, "_BLOCK", 8)
+    attempt = Attempt(store, sum(nodes) or 3, nodes)
+    together, most = threading.Barrier(attempt.world_size), [0]
+    stores = [attempt.key_value, *(node.key_value for node in attempt.nodes)]
+
+    def train(session, rank):
+        for _ in range(300):
+            for _ in range(20):
+                session.context.should_checkpoint()
+            together.wait(30)
+            if rank == 0:
+                most[0] = max([most[0], *(len(it._values) for it in stores)])
+            together.wait(30)
+        session.report({})
+        session.context.should_checkpoint()
+
+    assert attempt.run(train) == [None] * attempt.world_size
+    assert most[0] < 150
+    assert not [key for it in stores for key in it._values if key.startswith("checkpoint now")]
 
 
 def test_the_end_from_outside_is_seen_in_the_same_call_on_every_rank(store):
