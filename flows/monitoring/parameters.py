@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.metrics import has_item
 from prefect_torch.ckpt.text import encodable, in_partials, show_class
 from pydantic import BaseModel
@@ -27,7 +28,8 @@ _MOST_BITS = 4096  # that are shown as a decimal number: Python refuses far long
 def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Return `value` as what JSON and Prefect's API can hold: a function as "module:function", an object as "<its class>".
 
-    Nothing is asked for its items but dicts, lists, tuples, sets and dataclasses: a dataset would read all of its samples.
+    A checkpoint is shown as its path. Nothing is asked for its items but dicts, lists, tuples, sets and dataclasses: a dataset
+    would read all of its samples.
 
     Args:
         value: The value.
@@ -70,6 +72,8 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _by_name(value: Any) -> Any:
+    if isinstance(value, Checkpoint):
+        return encodable(value.path)
     function = in_partials(value)
     if (name := getattr(function, "__qualname__", None)) is not None:
         return encodable(f"{getattr(function, '__module__', None)}:{name}")

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from prefect_torch.ckpt import RetentionPolicy
+from prefect_torch.ckpt import Checkpoint, RetentionPolicy
 from prefect_torch.flows import ScalingConfig, train
 from prefect_torch.flows.monitoring.parameters import as_shown
 
@@ -86,6 +86,10 @@ def test_what_prefect_encodes_itself_stays_as_it_is():
         "path": "/a",
         "time": 86400.0,
     }
+
+
+def test_a_checkpoint_is_shown_as_its_path(tmp_path):
+    assert train.serialize_parameters({"resume_from": Checkpoint(tmp_path)}) == {"resume_from": str(tmp_path)}
 
 
 def test_a_dataclass_is_shown_with_its_fields():
