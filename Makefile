@@ -109,8 +109,9 @@ azurite: .venv/azurite/node_modules
 
 # Links every file of the package into .venv; again each time, since a new file needs a link of its own. Compiles them, as pip
 # does those it copies: where PYTHONDONTWRITEBYTECODE is set, as in many containers, every process would compile them again.
+# -qq, since newer pips show setuptools' warnings of editable installations, 15 lines before each target.
 install: .venv/dependencies
-	@$(BIN)/pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e .
+	@$(BIN)/pip install -qq --no-deps --no-build-isolation -c constraints.txt -e .
 	@$(BIN)/python -m compileall -q build/__editable__*  # other programs of the tests build there, too
 
 # Newer pips resolve in a third of the time, and compile on one core only: together two minutes of four.
@@ -119,6 +120,6 @@ NEVER_IMPORTED := /tests?/|/transformers/models/
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt 'pip>=25' 'setuptools>=77' wheel
 	$(BIN)/pip install --quiet --no-compile $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -qq --no-compile --no-build-isolation -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m compileall -qq -j 0 -x '$(NEVER_IMPORTED)' .venv/lib || true  # some packages have templates that are no Python
 	@touch $@

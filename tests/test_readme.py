@@ -101,7 +101,7 @@ def test_every_other_command_is_run():
     """Those of `prefect-torch` above; as pip's, so installs the Makefile, and tests/test_packaging.py builds the wheel."""
     others = [command for command in COMMANDS if not command.startswith(("make ", "prefect-torch "))]
     assert others == ["pip install -c constraints.txt ."]
-    assert "pip install --quiet --no-deps --no-build-isolation -c constraints.txt -e ." in (ROOT / "Makefile").read_text()
+    assert "pip install -qq --no-deps --no-build-isolation -c constraints.txt -e ." in (ROOT / "Makefile").read_text()
 
 
 def test_the_table_of_settings_is_complete():
