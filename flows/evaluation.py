@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -156,7 +157,7 @@ def evaluate(
     Raises:
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
             RankFailedError of a process that died.
-        ValueError: If an argument is invalid, or the training itself reported a metric called `name`.
+        ValueError: If an argument is invalid, the run is a sweep, or the training itself reported a metric called `name`.
         FileNotFoundError: If there is no such run, or no attempt of it has begun.
         GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
         NotEnoughMachinesError: If too few ranks fit on the cluster.
@@ -205,6 +206,11 @@ def _choose(
         raise ValueError("give run, the name of the run to evaluate, or checkpoints")
     store = CheckpointStore.open(storage, run)
     check_begun(store)
+    if is_sweep(store):
+        raise ValueError(
+            f"run {run!r} in {store.storage.url} is a sweep: give one of its trials, as `prefect-torch best STORAGE RUN` "
+            "names them"
+        )
     return _new_checkpoints(store, name, pause)
 
 

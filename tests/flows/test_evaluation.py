@@ -173,6 +173,7 @@ def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_pat
     [
         ({"eval_fn": "evaluations:nosuch"}, "eval_fn 'evaluations:nosuch'"),
         ({"run": "nosuch"}, "there is no run 'nosuch'"),
+        ({"run": "searched"}, "run 'searched' in .* is a sweep: give one of its trials"),
         ({"run": None}, "give run"),
         ({"name": "a/b"}, "evaluation name"),
         ({"checkpoints": "nosuch"}, "give a committed checkpoint's id"),
@@ -183,6 +184,9 @@ def test_the_name_of_a_reported_metric_is_refused_before_any_rank_starts(tmp_pat
 )
 def test_what_cannot_be_evaluated_is_said_at_once(tmp_path, wrong, told):
     fill(tmp_path, [])
+    sweep = CheckpointStore.open(tmp_path / "store", "searched")
+    claim_attempt(sweep, Owner.current(), world_size=0)
+    sweep.put_json(sweep.layout.sweep, {})
     given = {"eval_fn": "evaluations:measure", "storage": str(tmp_path / "store"), "run": "run", **wrong}
     with pytest.raises((ValueError, FileNotFoundError), match=told):
         evaluate(**given)
