@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -169,7 +170,10 @@ def test_a_process_that_a_command_leaves_behind_is_not_waited_for(tmp_path):
     leaving = f"sh -c \"setsid sh -c 'sleep 15; touch {ended}' & echo $! > {pid}; exec {COPY}\""
     open_storage(spec(tmp_path / "here", tmp_path / "there", upload=leaving)).put_bytes("run/x", b"1")
     assert not ended.exists()
-    os.killpg(int(pid.read_text()), signal.SIGKILL)
+    group = int(pid.read_text())
+    while os.getpgid(group) != group:  # until setsid has made it
+        time.sleep(0.01)
+    os.killpg(group, signal.SIGKILL)
     assert (tmp_path / "there/run/x").read_bytes() == b"1"
 
 

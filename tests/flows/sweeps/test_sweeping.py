@@ -61,7 +61,7 @@ from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, 
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
 from prefect_torch.tasks.prefect_api.client import SubflowClients
-from prefect_torch.tasks.training import backoff, leadership
+from prefect_torch.tasks.training import backoff, outcomes
 from told_trainings import events_about
 
 
@@ -469,8 +469,8 @@ def test_a_storage_that_is_away_at_the_end_hides_neither_the_result_nor_the_fail
     def refuse(*_):
         raise StorageError("the storage did not answer")
 
-    monkeypatch.setattr(leadership, "write_outcome", refuse)
-    monkeypatch.setattr(leadership, "get_run_logger", lambda: logging.getLogger("leadership"))
+    monkeypatch.setattr(outcomes, "write_outcome", refuse)
+    monkeypatch.setattr(outcomes, "get_run_logger", lambda: logging.getLogger("outcomes"))
     space, asked = {"lr": grid([0.995])}, SearchConfig(metric="loss")
     with pytest.raises(SweepFailedError, match="diverged"):
         sweep("sweep_trainings:climb", space, {"epochs": 1, "fails": 0.99}, asked, run=run)

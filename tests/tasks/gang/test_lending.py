@@ -340,7 +340,7 @@ def test_a_cluster_is_asked_again_until_wait_s_after_it_is_known_that_there_are_
     cluster = kind(leader_address="127.0.0.1", wait_s=0.1)
     with (
         closing(Machines(cluster, 1, 1, use_gpu=False)) as machines,
-        pytest.raises(NotEnoughMachinesError, match=r"1 ranks wanted.*a: its agent did not come within 0\.2 s"),
+        pytest.raises(NotEnoughMachinesError, match=r"1 rank wanted.*a: its agent did not come within 0\.2 s"),
         machines.lend(lambda: None),
     ):
         pass
