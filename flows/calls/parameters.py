@@ -43,7 +43,7 @@ def check_stored(config: Mapping[str, Any]) -> None:
         elif isinstance(value, float) and not math.isfinite(value):
             problem = f"is {value}"
         elif isinstance(value, int):
-            problem = None if value in API_INTEGERS else "is an integer of more than 64 bits"
+            problem = None if int(value) in API_INTEGERS else "is an integer of more than 64 bits"
         elif isinstance(value, str):
             problem = None if encodable(value) == value else "has a lone surrogate or a NUL"
         elif not _is_stored(value):

@@ -18,7 +18,9 @@ from prefect_torch.ckpt.runs.metrics import has_item
 from prefect_torch.ckpt.text import encodable, in_partials, show_class
 from pydantic import BaseModel
 
-API_INTEGERS = range(-(2**63), 2**64)  # those that Prefect's API returns; another makes each list with it an error
+# Those that Prefect's API returns; another makes each list with it an error. Ask for an `int` itself: for an object of a
+# subclass, such as an IntEnum or ruamel.yaml's, Python compares one number after the other.
+API_INTEGERS = range(-(2**63), 2**64)
 _ENCODED = (BaseModel, PurePath, date, time, timedelta, UUID, Decimal)  # by Prefect
 _WRITTEN = {"complex", "range", "torch.device", "torch.dtype"}
 _MOST_LEVELS = 100
@@ -56,7 +58,7 @@ def _plain(value: str | float) -> str | float:
         return encodable(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
-    if value in API_INTEGERS:
+    if int(value) in API_INTEGERS:
         return int(value)
     return str(value) if value.bit_length() <= _MOST_BITS else hex(value)
 

@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from datetime import timedelta
+from http import HTTPStatus
 from pathlib import Path
 from uuid import uuid4
 
@@ -107,6 +108,7 @@ CIRCLE["a"].append(CIRCLE)
         ),
         ({"net": {"drop": [0.1, math.nan]}}, r"config\['net'\]\['drop'\]\[1\] is nan"),
         ({"seed": 2**64}, r"config\['seed'\] is an integer of more than 64 bits"),
+        ({"clip": -math.inf, "mode": HTTPStatus.OK}, r"config\['clip'\] is -inf"),
         ({"at": ({5: 0.1},)}, r"config\['at'\]\[0\] has the key 5"),
         ({"file": "caf\udce9"}, r"config\['file'\] has a lone surrogate or a NUL"),
         ({"seed": np.int64(5)}, r"config\['seed'\] is a numpy.int64"),

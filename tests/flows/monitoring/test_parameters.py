@@ -31,6 +31,10 @@ class Pairs(torch.utils.data.Dataset):
         raise AssertionError("a sample is read")
 
 
+class Seed(int):
+    """An int as of ruamel.yaml."""
+
+
 class Loss(enum.Enum):
     L1 = "l1"
     OBJECT = object()
@@ -45,6 +49,8 @@ SHOWN = [
     (2**64, str(2**64)),
     (-(2**63) - 1, str(-(2**63) - 1)),
     (10**5000, hex(10**5000)),
+    (Seed(5), 5),
+    (Seed(2**64), str(2**64)),
     (math.nan, "nan"),
     (-math.inf, "-inf"),
     ("caf\udce9\0", "caf\\udce9\\x00"),
