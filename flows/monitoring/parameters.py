@@ -40,8 +40,10 @@ def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
     """
     if isinstance(value, Enum):
         value = value.value
-    if value is None or isinstance(value, (bool, *_ENCODED)):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, _ENCODED):
+        return _as_encoded(value)
     if isinstance(value, (str, int, float)):
         return _plain(value)
     if id(value) not in above and len(above) < _MOST_LEVELS:
@@ -61,6 +63,18 @@ def _plain(value: str | float) -> str | float:
     if int(value) in API_INTEGERS:
         return int(value)
     return str(value) if value.bit_length() <= _MOST_BITS else hex(value)
+
+
+def _as_encoded(value: Any) -> Any:
+    """Return an object that Prefect itself encodes: a model without its secrets, say; by its class if that fails."""
+    from fastapi.encoders import jsonable_encoder  # noqa: PLC0415 - as Prefect does, which calls it next
+
+    try:
+        encoded = jsonable_encoder(value)
+    except Exception:  # noqa: BLE001 - whatever a model's serializers raise, for example at a tensor in it
+        return f"<{show_class(value)}>"
+    shown = as_shown(encoded)
+    return value if shown == encoded else shown
 
 
 def _items(value: Any) -> Mapping[Any, Any] | None:

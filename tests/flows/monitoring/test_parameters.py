@@ -6,6 +6,7 @@ import math
 import pickle
 from argparse import Namespace
 from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 from prefect_torch.ckpt import Checkpoint, RetentionPolicy
 from prefect_torch.flows import ScalingConfig, train
 from prefect_torch.flows.monitoring.parameters import as_shown
+from pydantic import BaseModel
 
 CIRCLE = {"a": [1]}
 CIRCLE["a"].append(CIRCLE)
@@ -29,6 +31,10 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         raise AssertionError("a sample is read")
+
+
+class Loader(BaseModel):
+    source: object
 
 
 class Seed(int):
@@ -74,6 +80,11 @@ SHOWN = [
     (partial(function, 1), f"{__name__}:function"),
     (lambda: None, f"{__name__}:<lambda>"),
     (b"x", "<bytes>"),
+    (Loader(source=2**64), {"source": str(2**64)}),
+    (Loader(source="a\0"), {"source": "a\\x00"}),
+    (Loader(source=Pairs()), f"<{__name__}.Loader>"),
+    (Path("caf\udce9"), "caf\\udce9"),
+    (Decimal("inf"), "inf"),
     (CIRCLE, {"a": [1, "<dict>"]}),
 ]
 
