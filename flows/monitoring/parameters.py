@@ -83,7 +83,7 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, (Namespace, SimpleNamespace)):
         return vars(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+        return {field.name: getattr(value, field.name, None) for field in fields(value) if field.repr}  # others may be secret
     return None
 
 

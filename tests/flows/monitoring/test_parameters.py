@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 from argparse import Namespace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
 from functools import partial
@@ -35,6 +36,12 @@ class Pairs(torch.utils.data.Dataset):
 
 class Loader(BaseModel):
     source: object
+
+
+@dataclass
+class Login:
+    user: str
+    password: str = field(repr=False)
 
 
 class Seed(int):
@@ -110,7 +117,9 @@ def test_a_checkpoint_is_shown_as_its_path(tmp_path):
 
 
 def test_a_dataclass_is_shown_with_its_fields():
+def test_a_dataclass_is_shown_with_the_fields_that_its_text_has():
     assert as_shown(RetentionPolicy(3))["num_to_keep"] == 3
+    assert as_shown(Login("me", "hidden")) == {"user": "me"}
 
 
 def test_any_depth_is_shown():
