@@ -223,6 +223,13 @@ def _tie_from_the_start(module: ModuleType) -> None:
     server.start = start_once
 
 
+def _release_in_this_fork() -> None:
+    """Release what another thread held at the fork: that thread is not in this process, and nobody else would."""
+    for lock in (_starting, _restarting):
+        if lock.locked():
+            lock.release()
+
+
 def _start_tied(args: list[str], env: dict[str, str]) -> "subprocess.Popen[Any]":
     if (why := unusable_home()) is not None:  # else Prefect starts it again and again, with 200 lines of traceback each time
         raise PermissionError(": ".join(why))
@@ -323,4 +330,5 @@ def _advice(exc: Exception) -> str:
     )
 
 
+os.register_at_fork(after_in_child=_release_in_this_fork)
 _when_server_is_imported(_tie_from_the_start)

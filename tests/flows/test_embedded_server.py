@@ -196,6 +196,37 @@ def test_threads_that_need_a_server_at_the_same_time_start_one(monkeypatch):
     assert len(ports) == 1
 
 
+FORKED = """
+import os, threading
+from prefect.server.api.server import SubprocessASGIServer
+from prefect_torch.tasks.prefect_api import embedded_server
+
+is_held, may_end = threading.Event(), threading.Event()
+
+def hold():
+    with embedded_server._starting, embedded_server._restarting:
+        is_held.set()
+        may_end.wait()
+
+holder = threading.Thread(target=hold)
+holder.start()
+is_held.wait()
+server = SubprocessASGIServer()
+server.running = True
+if (forked := os.fork()) == 0:
+    server.start()
+    os._exit(not embedded_server._restarting.acquire(blocking=False))
+_, status = os.waitpid(forked, 0)
+may_end.set()
+holder.join()
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_fork_waits_for_no_thread_that_starts_a_server_in_its_parent():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
+
+
 @pytest.fixture
 def mortal(monkeypatch) -> list[int]:
     """A server that ends as soon as it is started, and how many were started."""
