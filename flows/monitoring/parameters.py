@@ -50,8 +50,9 @@ def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
         inside = (*above, id(value))
         if isinstance(value, (list, tuple, set, frozenset)):
             return [as_shown(item, inside) for item in value]
-        if (items := _items(value)) is not None:
-            return {str(as_shown(name)): as_shown(item, inside) for name, item in items.items()}
+        with suppress(Exception):  # for example of an OmegaConf, where a value is missing
+            if (items := _items(value)) is not None:
+                return {str(as_shown(name)): as_shown(item, inside) for name, item in items.items()}
     return _by_name(value)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 from argparse import Namespace
+from collections import UserDict
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
@@ -48,6 +49,13 @@ class Seed(int):
     """An int as of ruamel.yaml."""
 
 
+class Incomplete(UserDict):
+    """A mapping with a value that is asked for, and missing, as an OmegaConf may have one."""
+
+    def __getitem__(self, key):
+        raise ValueError(f"missing value: {key}")
+
+
 class Loss(enum.Enum):
     L1 = "l1"
     OBJECT = object()
@@ -87,6 +95,7 @@ SHOWN = [
     (partial(function, 1), f"{__name__}:function"),
     (lambda: None, f"{__name__}:<lambda>"),
     (b"x", "<bytes>"),
+    (Incomplete(lr=None), f"<{__name__}.Incomplete>"),
     (Loader(source=2**64), {"source": str(2**64)}),
     (Loader(source="a\0"), {"source": "a\\x00"}),
     (Loader(source=Pairs()), f"<{__name__}.Loader>"),
