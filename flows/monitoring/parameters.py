@@ -42,7 +42,7 @@ def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
         value = value.value
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, _ENCODED):
+    if issubclass(type(value), _ENCODED):  # Pydantic's isinstance asks the value for an attribute
         return _as_encoded(value)
     if isinstance(value, (str, int, float)):
         return _plain(value)
@@ -91,12 +91,11 @@ def _items(value: Any) -> Mapping[Any, Any] | None:
 def _by_name(value: Any) -> Any:
     if isinstance(value, Checkpoint):
         return encodable(value.path)
-    function = in_partials(value)
-    if (name := getattr(function, "__qualname__", None)) is not None:
-        return encodable(f"{getattr(function, '__module__', None)}:{name}")
-    if has_item(value):
-        with suppress(Exception):  # for example a tensor on the meta device
-            if isinstance(item := value.item(), (bool, int, float, str)):
-                return as_shown(item)
+    with suppress(Exception):  # for example a tensor on the meta device, or whatever a `__getattr__` raises
+        function = in_partials(value)
+        if (name := getattr(function, "__qualname__", None)) is not None:
+            return encodable(f"{getattr(function, '__module__', None)}:{name}")
+        if has_item(value) and isinstance(item := value.item(), (bool, int, float, str)):
+            return as_shown(item)
     kind = show_class(value)
     return str(value) if kind in _WRITTEN else f"<{kind}>"

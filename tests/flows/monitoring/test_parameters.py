@@ -56,6 +56,13 @@ class Incomplete(UserDict):
         raise ValueError(f"missing value: {key}")
 
 
+class Settings:
+    """An object whose unknown attributes are keys that are missing."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
 class Loss(enum.Enum):
     L1 = "l1"
     OBJECT = object()
@@ -95,6 +102,7 @@ SHOWN = [
     (partial(function, 1), f"{__name__}:function"),
     (lambda: None, f"{__name__}:<lambda>"),
     (b"x", "<bytes>"),
+    (Settings(), f"<{__name__}.Settings>"),
     (Incomplete(lr=None), f"<{__name__}.Incomplete>"),
     (Loader(source=2**64), {"source": str(2**64)}),
     (Loader(source="a\0"), {"source": "a\\x00"}),
@@ -125,7 +133,6 @@ def test_a_checkpoint_is_shown_as_its_path(tmp_path):
     assert train.serialize_parameters({"resume_from": Checkpoint(tmp_path)}) == {"resume_from": str(tmp_path)}
 
 
-def test_a_dataclass_is_shown_with_its_fields():
 def test_a_dataclass_is_shown_with_the_fields_that_its_text_has():
     assert as_shown(RetentionPolicy(3))["num_to_keep"] == 3
     assert as_shown(Login("me", "hidden")) == {"user": "me"}
