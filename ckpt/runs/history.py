@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -226,20 +225,29 @@ def newest_of_each(history: Sequence[MetricRecord]) -> Metrics:
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:
     """Return the reports of `listed` checkpoints that leaders before `attempt` failed to store.
 
-    The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a listing
-    and a read for each attempt of `listed`, and a read for each lost report. Completed attempts are checked, too: the last
-    records may have failed to be stored just before the outcome was.
+    The leader of `attempt` stores them before anything is pruned: until then a manifest is their only record. Costs a listing,
+    and a read for each attempt of `listed` and for each lost report. Completed attempts are checked, too: the last records may
+    have failed to be stored just before the outcome was.
     """
     before = sorted({number for it in listed if (number := attempt_of(it.id)) < attempt})
-    recorded = dict(zip(before, read_all(before, partial(newest_recorded, run)), strict=True))
+    chunks: dict[int, list[Chunk]] = {number: [] for number in before}
+    for chunk in list_chunks(run.storage, run.layout, since=before[0]) if before else ():
+        if chunk.attempt in chunks:
+            chunks[chunk.attempt].append(chunk)
+    recorded = dict(zip(before, read_all(before, lambda number: _newest_in(run, chunks[number], number)), strict=True))
     lost = [it for it in listed if (newest := recorded.get(attempt_of(it.id))) is not None and it.id > newest]
     return [_record_of(manifest) for manifest in read_manifests(run, lost)]
 
 
-def newest_recorded(run: Run, attempt: int | None = None) -> str:
-    """Return the newest checkpoint whose report is stored, of one attempt or of all; empty if none is."""
+def newest_recorded(run: Run) -> str:
+    """Return the newest checkpoint whose report is stored; empty if none is."""
+    return _newest_in(run, list_chunks(run.storage, run.layout))
+
+
+def _newest_in(run: Run, chunks: Sequence[Chunk], attempt: int | None = None) -> str:
+    """Return the newest checkpoint, of one attempt or of all, whose report is in `chunks`; empty if none is."""
     newest, is_found = "", False
-    for chunk in reversed(list_chunks(run.storage, run.layout, attempt)):
+    for chunk in reversed(chunks):
         records = read_chunk(run.storage, chunk, MetricRecord) or {}  # empty: it was merged with older ones
         known = [record for record in records.values() if record.checkpoint and attempt in (None, record.attempt)]
         newest = max([newest, *(record.checkpoint for record in known if record.checkpoint)])

@@ -76,15 +76,15 @@ def new_chunk(layout: Layout, attempt: int, last: int, count: int) -> Chunk:
     return Chunk(attempt, last, count, layout.metrics_chunk(attempt, last, count))
 
 
-def list_chunks(storage: Storage, layout: Layout, attempt: int | None = None) -> list[Chunk]:
-    """Return the chunks of one attempt, or of all, in the order of their records; warn of any other object."""
-    first = None if attempt is None else f"{layout.metrics}{attempt:06d}"
+def list_chunks(storage: Storage, layout: Layout, since: int | None = None) -> list[Chunk]:
+    """Return the chunks of all attempts, or of `since` and later ones, in the order of their records; warn of other objects."""
+    first = None if since is None else f"{layout.metrics}{since:06d}"
     found: set[Chunk] = set()
     for info in storage.list(layout.metrics, after=first):
         chunk = _named(info.key)
         if chunk is None:
             _logger.warning("left out: %s/%s is no chunk of the metric history", storage.url, info.key)
-        elif attempt in (None, chunk.attempt):
+        else:
             found.add(chunk)
     return sorted(found)
 

@@ -131,6 +131,21 @@ def test_the_start_of_an_attempt_reads_no_manifest_whose_report_is_recorded(many
     assert counting.taken()["get_bytes"] == 2  # a chunk, and the late one's manifest
 
 
+def test_the_start_of_an_attempt_lists_the_metric_history_once_after_many_attempts():
+    counting = CountingStorage(MemoryStorage())
+    store = CheckpointStore.open(counting, "run")
+    for attempt in range(1, 31):
+        manifest = commit(store, attempt, attempt=attempt)
+        if attempt != 10:  # whose leader was killed
+            history = HistoryWriter(store, attempt)
+            history.append(MetricRecord(attempt, attempt, {}, manifest.id, "2026-11-21T00:00:00+00:00"))
+            history.close()
+    listed = store.listed()[4:]
+    counting.taken()
+    assert [record.attempt for record in lost_records(store, listed, attempt=30)] == [10]
+    assert counting.taken() == {"list": 1, "get_bytes": 25}  # the chunks of 24 attempts, and the manifest
+
+
 def test_the_newest_attempt_costs_one_read_and_a_torn_claim_is_passed_over():
     counting = CountingStorage(MemoryStorage())
     store = CheckpointStore.open(counting, "run")

@@ -89,8 +89,7 @@ def test_a_run_reads_alike_in_whatever_order_it_is_listed(seed):
     with pytest.raises(FencedError, match="overtaken by attempt 2"):
         check_fence(store, 1)
     assert [record.checkpoint for record in read_history(store)] == ids
-    assert newest_recorded(store) == newest_recorded(store, 2) == ids[-1]
-    assert newest_recorded(store, 1) == ids[4]
+    assert newest_recorded(store) == ids[-1]
     assert lost_records(store, store.listed(), attempt=3) == []
     (summary,) = summarize_runs(store.storage)
     assert (summary.attempts, summary.latest_step, summary.checkpoints, summary.bytes) == (2, 9, 10, 10)
