@@ -179,12 +179,13 @@ def resume_points(logs: Sequence[AttemptLog]) -> dict[int, Position]:
         logs: All attempts, oldest first.
 
     """
+    by_number = {log.number: log for log in logs}
     found: dict[int, Position] = {}
     oldest = END
     for log in reversed(logs):
         newest_checkpoint = max((position_of(mark.newest) for mark in log.checkpoints if mark.num_reported), default=BEGINNING)
         found[log.number] = END if log.status.is_completed and newest_checkpoint <= oldest else oldest
-        oldest = min(oldest, _resumed_at(log, logs))
+        oldest = min(oldest, _resumed_at(log, by_number))
     return found
 
 
@@ -193,9 +194,10 @@ def position_of(checkpoint_id: str) -> Position:
     return (attempt_of(checkpoint_id), step_of(checkpoint_id))
 
 
-def _resumed_at(log: AttemptLog, logs: Sequence[AttemptLog]) -> Position:
+def _resumed_at(log: AttemptLog, by_number: Mapping[int, AttemptLog]) -> Position:
     """Return the position that `log` resumed from: the beginning if it restored no checkpoint of this run."""
     restored = log.attempt.restored_id
-    if restored is None or not any(restored in other.checkpoints for other in logs):
+    writer = None if restored is None else by_number.get(attempt_of(restored))
+    if restored is None or writer is None or restored not in writer.checkpoints:
         return BEGINNING
     return position_of(restored)

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.flows.monitoring.pages.attempt_log import resume_points
+from prefect_torch.flows.monitoring.pages.attempt_log import END, CommitMarks, resume_points
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent, time_spent
 from run_stories import BEGUN_S, checkpoint_id, told
 
@@ -40,6 +40,17 @@ def test_a_damaged_checkpoint_throws_a_run_back_behind_an_attempt():
     third = told(3, 100, every_ten(2, 8, 100), 170, "completed", resumed_from=checkpoint_id(1, 1))
     assert spent(first, second, third) == {"training": 20 + 70, "lost": 30 + 50}
     assert resume_points([first, second, third])[2] == (1, 1)
+
+
+def test_the_origin_of_an_attempt_is_sought_only_in_the_attempt_that_wrote_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(CommitMarks, "__contains__", lambda self, key: asked.append(self) or key in self._marks)
+    logs = [told(1, 0, {0: BEGUN_S + 10.0}, 20, "preempted", saved=(0,))]
+    for number in range(2, 31):
+        begun_s, origin = number * 20.0, checkpoint_id(number - 1, number - 2)
+        logs.append(told(number, begun_s, {number - 1: begun_s + 10.0}, 20, "preempted", (number - 1,), resumed_from=origin))
+    assert resume_points(logs) == {**{log.number: (log.number, log.number - 1) for log in logs}, 30: END}
+    assert len(asked) == 29
 
 
 def test_a_run_that_begins_anew_or_from_another_run_has_lost_all_before():
