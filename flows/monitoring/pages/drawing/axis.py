@@ -62,7 +62,7 @@ def log_axis(low: float, high: float) -> Axis:
 
 def step_axis(first: int, last: int) -> Axis:
     """Return an axis from a run's first to its last step, with whole steps as ticks."""
-    axis = _linear(float(first), float(max(last, first + 1)))
+    axis = _linear(float(first), max(float(last), first + 1.0, math.nextafter(first, math.inf)))  # floats are rare from 2^53 on
     whole = tuple(tick for tick in axis.ticks if tick == int(tick))
     return Axis(axis.low, axis.high, axis.is_log, whole)
 

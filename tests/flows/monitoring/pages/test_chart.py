@@ -144,6 +144,14 @@ def test_an_axis_is_logarithmic_only_where_that_helps():
     assert all(tick == int(tick) for tick in step_axis(0, 3).ticks)
 
 
+@pytest.mark.parametrize("first", [2**53, 10**17, 10**18 - 1])
+def test_steps_that_floats_do_not_tell_apart_have_an_axis(first):
+    for last in (first, first + 1):
+        axis = step_axis(first, last)
+        assert 0 <= axis.position(float(last)) <= 1
+        assert all(axis.low <= tick <= axis.high for tick in axis.ticks)
+
+
 extreme = st.floats() | st.integers() | st.sampled_from([5e-324, 1e-300, 1e300, 1.7e308, 0.0, 1.0, 1.0 + 2e-16])
 
 
