@@ -153,6 +153,7 @@ def _run_ranks(
             return GangRun(gang, key_value, None, termination).run()
         finally:
             gang.stop("the evaluation is over")
+            key_value.close()
 
 
 def _is_pruned(store: CheckpointStore, checkpoint_id: str) -> bool:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from prefect_torch.ckpt import StorageSpec
-from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.tasks.gang.machine.lending import Lease
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
@@ -90,8 +89,8 @@ def start_gang(
     hang_timeout_s: float | None,
     lease: Lease | None = None,
     logs: RankLogs | None = None,
-) -> tuple[Gang, KeyValue]:
-    """Start ranks and return them with the store that they share, which serves as long as there is a reference to it.
+) -> tuple[Gang, TcpKeyValue]:
+    """Start ranks and return them with the store that they share, which serves until it is closed.
 
     Args:
         first_rank_at: Returns rank 0 for the address of the store, as if all ranks were on this machine.

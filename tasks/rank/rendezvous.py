@@ -45,7 +45,7 @@ class Rendezvous:
         self.address = Address(host, self._socket.getsockname()[1])
 
     def serve(self, timeout_s: float | None = None) -> "TcpKeyValue":
-        """Start to answer; the server lives as long as the returned object.
+        """Start to answer; the server lives until the returned object is closed or gone.
 
         Args:
             timeout_s: As for `connect`.
@@ -148,6 +148,10 @@ class TcpKeyValue:
         self._forget_parts(key)
         with suppress(KeyError):
             self.store.delete_key(_name(key))
+
+    def close(self) -> None:
+        """Let go of the store, which ends if this end serves it: the traceback of a failure may hold this object for long."""
+        self.store = None
 
     def _in_parts(self, key: str, value: bytes) -> bytes:
         """Return `value`, or store its parts and return a marker of them: the server handles one connection in order."""

@@ -29,7 +29,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import is_of_gpu
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
-from prefect_torch.tasks.rank.rendezvous import Address
+from prefect_torch.tasks.rank.rendezvous import Address, TcpKeyValue
 from prefect_torch.tasks.rank.spec import RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 
@@ -189,6 +189,7 @@ class _Leader:
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         first_rank_at = partial(_first_rank, job, attempt, restored, self._gpus)
         log_files = LogFiles(self._store, self._store.layout.logs(attempt))
+        key_value: TcpKeyValue | None = None
         try:
             termination.raise_if_requested()
             with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
@@ -210,7 +211,8 @@ class _Leader:
             if termination.is_requested:
                 termination.end_retries()
             recorder.close()
-            recorder.on_request = None  # it holds the store, which else serves until this cycle is collected
+            if key_value is not None:
+                key_value.close()
 
     def _decide(self, key_value: KeyValue, request: DecisionRequest) -> None:
         """Send the ranks the decision on their request; without one, they stop, since they must not wait for it forever."""

@@ -161,6 +161,24 @@ def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):
     assert_one_line(failed, line, attempt=3, of_rank=line)
 
 
+def test_the_store_of_a_failed_attempt_ends_with_it_while_others_hold_the_exception(run):
+    """A run of very many attempts else runs out of file descriptors: the traceback of a failure holds the leader's frames."""
+
+    def fail():
+        raise ValueError("each time")
+
+    before = listening()
+    with pytest.raises(ValueError, match="each time") as caught:
+        train(fail, run=run, failure=FailureConfig(max_failures=1))
+    assert caught.value.__traceback__ is not None
+    assert listening() <= before
+
+
+def listening():
+    """Return the ports at which this process listens."""
+    return {it.laddr.port for it in psutil.Process().net_connections() if it.status == psutil.CONN_LISTEN}
+
+
 def test_an_exception_that_makes_its_own_text_of_lines_is_raised_as_it_is_and_its_states_have_one(run, caplog):
     def refuse():
         import pydantic  # noqa: PLC0415
