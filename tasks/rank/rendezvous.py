@@ -106,7 +106,7 @@ class TcpKeyValue:
     """
 
     def __init__(self, store: Any) -> None:
-        self.store = store
+        self.store: Any = store
         self._num_parts: dict[str, int] = {}  # of the values that this end has set or read in parts
 
     def set(self, key: str, value: bytes) -> None:
