@@ -6,7 +6,7 @@ from datetime import datetime, timezone
 
 from prefect_torch.ckpt import CheckpointStore, Manifest, Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, read_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.layout import stem
@@ -150,7 +150,7 @@ class RunView:
         logs = {it.number: AttemptLog(it) for it in _newest_claims(list_attempts(self._store)) if it.number < number}
         manifests = [manifest for manifest in self._store.list() if attempt_of(manifest.id) in logs]
         history = [record for record in read_history(self._store) if record.attempt in logs]
-        outcomes = {it: read_outcome(self._store, it) for it in logs}
+        outcomes = {it.attempt: it for it in read_outcomes(self._store)}
         written = {stem(info.key): info.modified_s for info in self._store.storage.list(self._store.layout.outcomes)}
         self._replace(manifests)
         self._logs = logs
@@ -159,7 +159,7 @@ class RunView:
         for record in history:
             self._record_report(record)
         for log in logs.values():
-            log.outcome = outcomes[log.number]
+            log.outcome = outcomes.get(log.number)
             log.ended_s = max(log.last_seen_s(), written.get(f"{log.number:06d}", 0.0))
 
 

@@ -1,8 +1,9 @@
 """The page of a run from what its storage and its observers tell; no server."""
 
 import re
+import threading
 import tracemalloc
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from uuid import UUID
 
@@ -31,6 +32,7 @@ from prefect_torch.tasks.training.observers import (
 )
 from ranks import Attempt, folder
 from run_stories import BEGUN_S, checkpoint_id, claim, record
+from wrapped_storage import WrappedStorage
 
 POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
 CONTEXT = SummaryContext("/store/run")
@@ -233,6 +235,21 @@ def test_what_happens_now_is_told_even_if_the_past_cannot_be_read(store, tmp_pat
         view.record(AttemptStarted(claim(2), None), BEGUN_S)
     view.record(ReportEvent(record(2, 3, 10.0, score=1.0)), BEGUN_S)
     assert "**running** · attempt 2 · step 3" in page_of(view)
+
+
+def test_the_outcomes_of_many_earlier_attempts_are_read_at_once(store):
+    class Meeting(WrappedStorage):
+        def _do(self, verb, *args, **kwargs):
+            if verb == "get_bytes" and args[0].startswith(store.layout.outcomes):
+                barrier.wait(30)
+            return super()._do(verb, *args, **kwargs)
+
+    barrier = threading.Barrier(32)
+    for number in range(1, 33):
+        store.put_record(store.layout.attempt(number, f"{number:08x}"), asdict(replace(claim(number), token=f"{number:08x}")))
+        write_outcome(store, Outcome(number, "preempted"))
+    view = view_of(replace(store, storage=Meeting(store.storage)), AttemptStarted(claim(33), None))
+    assert [log.outcome and log.outcome.attempt for log in view.logs] == [*range(1, 33), None]
 
 
 def test_the_pace_of_the_newest_attempt_tells_steps_per_second_and_what_is_left(store):
