@@ -7,16 +7,16 @@ from typing import Any
 from uuid import UUID
 
 import anyio
-import httpx
 from prefect.cli.flow_run import execute
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import Abort, ObjectNotFound, Pause
+from prefect.exceptions import Abort, Pause
 from prefect.runner._process_manager import ProcessManager
-from prefect.settings import PREFECT_API_URL
 from prefect.states import AwaitingRetry, Crashed
 from prefect.utilities.engine import propose_state_sync
 from prefect_torch.tasks.prefect_api.outage import repeat_without_database
+
+from .flow_run_errors import flow_run_errors_explained
 
 BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 _POLL_S = 0.2
@@ -61,14 +61,8 @@ def _execute(flow_run_id: UUID) -> int:
 
 def _look_up(flow_run_id: UUID) -> None:
     """Raise for a flow run that cannot be read, of which Prefect's command says so in a traceback."""
-    api = PREFECT_API_URL.value() or "the server of this machine"
-    try:
-        with get_client(sync_client=True) as client:
-            client.read_flow_run(flow_run_id)
-    except ObjectNotFound as exc:
-        raise FileNotFoundError(f"{api} has no flow run {flow_run_id}: set PREFECT_API_URL to the API that has it") from exc
-    except (httpx.HTTPError, RuntimeError) as exc:
-        raise ConnectionError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
+    with flow_run_errors_explained(flow_run_id), get_client(sync_client=True) as client:
+        client.read_flow_run(flow_run_id)
 
 
 def _wait_instead_of_kill() -> set[UUID]:

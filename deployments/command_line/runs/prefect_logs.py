@@ -3,13 +3,11 @@
 from collections.abc import Iterator
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.sorting import LogSort
-from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
-from prefect_torch.ckpt import StorageError
+from prefect_torch.deployments.command_line.flow_run_errors import flow_run_errors_explained
 from prefect_torch.tasks.prefect_api.paging import read_pages
 
 
@@ -22,24 +20,18 @@ def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: If no API is set, or it does not know the flow run.
-        StorageError: If the API does not answer.
+        ConnectionError: If the API does not answer.
 
     """
-    api = PREFECT_API_URL.value()
-    if not api:
+    if not PREFECT_API_URL.value():
         raise FileNotFoundError(
             f"the log of flow run {flow_run_id} is in Prefect: set PREFECT_API_URL to the API that ran it, or, "
             "if the flow started a server of its own, to that of `prefect server start` on its machine"
         )
-    try:
-        with get_client(sync_client=True) as client:
-            client.read_flow_run(UUID(flow_run_id))
-            names = _task_run_names(client, flow_run_id)
-            yield from _lines(client, flow_run_id, names, rank)
-    except ObjectNotFound as exc:
-        raise FileNotFoundError(f"{api} has no flow run {flow_run_id}: set PREFECT_API_URL to the API that ran it") from exc
-    except (httpx.HTTPError, RuntimeError) as exc:
-        raise StorageError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
+    with flow_run_errors_explained(UUID(flow_run_id)), get_client(sync_client=True) as client:
+        client.read_flow_run(UUID(flow_run_id))
+        names = _task_run_names(client, flow_run_id)
+        yield from _lines(client, flow_run_id, names, rank)
 
 
 def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], rank: int | None) -> Iterator[str]:
