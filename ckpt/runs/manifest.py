@@ -15,10 +15,10 @@ from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, seal, unseal
 
 _WHAT = "a manifest"
-MAX_STEP = 10**18 - 1
-MAX_ATTEMPT = 10**6 - 1
 _STEP_DIGITS = 8
 _LENGTHS = "abcdefghij"  # before a longer step, so that it sorts after all shorter ones: "a" for 9 digits, "b" for 10
+MAX_STEP = 10 ** (_STEP_DIGITS + len(_LENGTHS)) - 1
+MAX_ATTEMPT = 10**6 - 1
 _LONGER = (f"{letter}[1-9][0-9]{{{_STEP_DIGITS + place}}}" for place, letter in enumerate(_LENGTHS))
 _ID = re.compile(rf"[0-9]{{6}}-(?:[0-9]{{{_STEP_DIGITS}}}|{'|'.join(_LONGER)})-[0-9a-f]{{8}}")
 _MOST_FILES = 500_000  # about 150 MB, for a hundred thousand checkpoints; beyond that, manifests are read each time
@@ -40,7 +40,7 @@ def new_id(attempt: int, step: int) -> str:
 
 def id_prefix(attempt: int, step: int) -> str:
     """Return how the ids of an attempt's checkpoints of a step begin."""
-    number = f"{step:08d}"
+    number = f"{step:0{_STEP_DIGITS}d}"
     length = "" if len(number) == _STEP_DIGITS else _LENGTHS[len(number) - _STEP_DIGITS - 1]
     return f"{attempt:06d}-{length}{number}-"
 
