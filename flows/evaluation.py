@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
+from prefect_torch.ckpt.text import as_command
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -207,10 +208,8 @@ def _choose(
     store = CheckpointStore.open(storage, run)
     check_begun(store)
     if is_sweep(store):
-        raise ValueError(
-            f"run {run!r} in {store.storage.url} is a sweep: give one of its trials, as `prefect-torch best STORAGE RUN` "
-            "names them"
-        )
+        listing = as_command("best", store.storage.url, run)
+        raise ValueError(f"run {run!r} in {store.storage.url} is a sweep: give one of its trials, as {listing} names them")
     return _new_checkpoints(store, name, pause)
 
 
