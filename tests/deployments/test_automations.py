@@ -617,7 +617,7 @@ def test_what_cannot_be_looked_after_is_refused(client, trained):
         resume_crashed(trained, max_restarts=-1)
     for gone in ("train/gone", UUID(int=3)):
         with pytest.raises(
-            ObjectNotFound, match=f"there is no deployment '{gone}'; those deployed are: .*train/served, train/trained"
+            ObjectNotFound, match=f"there is no deployment '{gone}'; those deployed are: .*train/served, .*train/trained"
         ):
             resume_crashed(gone)
 
