@@ -50,14 +50,22 @@ class Rendezvous:
         Args:
             timeout_s: As for `connect`.
 
+        Raises:
+            Exception: If torch cannot be imported, or no thread is left for the server; nothing listens any more.
+
         """
-        store = _tcp_store(
-            self.address.host,
-            self.address.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-        )
+        with self._socket, self._socket.dup() as handed_over:
+            try:
+                store = _tcp_store(
+                    self.address.host,
+                    self.address.port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=handed_over.detach(),
+                )
+            except BaseException:
+                self._socket.shutdown(socket.SHUT_RDWR)  # torch leaves what it was handed over open where it gets no thread
+                raise
         store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
         return TcpKeyValue(store)
 

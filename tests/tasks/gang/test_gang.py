@@ -94,13 +94,13 @@ def test_a_start_that_fails_stops_the_ranks_that_were_started_and_waits_for_them
                 done(None)
             return True
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(gang, "train_rank", TooMany())
     monkeypatch.setattr(logging.getLogger("gang"), "filters", [EndAtTheFirstWarning()])
     if failing == "the store":
-        monkeypatch.setattr("prefect_torch.tasks.gang.starting.Rendezvous.serve", fail)
+        monkeypatch.setattr("prefect_torch.tasks.rank.rendezvous._tcp_store", fail)
     listening = []
 
     def first_rank_at(address):
