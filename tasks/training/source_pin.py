@@ -2,6 +2,7 @@
 
 import xxhash
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageError
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import as_command
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -41,12 +42,13 @@ class SourcePin:
             get_run_logger().info("%s is not pinned meanwhile, so a prune may delete it: %s", self._path, exc)
 
     def remove(self) -> None:
-        """Remove the pin, once; harmless if there is none."""
+        """Remove the pin, once; harmless if there is none. A storage that does not answer is given up after 20 seconds."""
         if not self._may_exist:
             return
         self._may_exist = False
         try:
-            self._store.unpin(self._source.checkpoint_id, self._token)
+            store = CheckpointStore.open(self._source.storage, self._source.run, retry=INTERACTIVE_RETRY_POLICY)
+            store.unpin(self._source.checkpoint_id, self._token)
         except PermissionError:  # without the permission, no pin was set
             return
         except (OSError, StorageError, NotImplementedError) as exc:

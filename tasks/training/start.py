@@ -51,7 +51,8 @@ class Start:
         path: Its path or URL.
         own: Its manifest if it is a checkpoint of this run, else None.
         node_copy: The bytes that were read to verify it, to be released once the ranks have restored it.
-        source_pin: Keeps the checkpoint of another run, to be removed once this run has its own; None if nothing is pinned.
+        source_pin: Keeps the checkpoint of another run, to be removed once this run commits its own; an attempt that was killed
+            right after its first commit may have left it. None if nothing is pinned.
 
     """
 
@@ -88,7 +89,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     ref = CheckpointRef(job.storage, job.run, checkpoint.manifest.id) if is_own else job.initial_checkpoint
     assert ref is not None
     own = checkpoint.manifest if is_own else None
-    return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy, None if is_own else pin)
+    return Start(ref.with_manifest(checkpoint.manifest), checkpoint.path, own, node_copy, pin)
 
 
 def _choose(
@@ -108,8 +109,6 @@ def _choose(
         on_quarantine=lambda checkpoint_id, reason: observers.notify(CheckpointQuarantined(checkpoint_id, reason)),
     )
     if manifest is not None:
-        if pin is not None:  # an attempt that was killed right after its first commit has left it
-            pin.remove()
         return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
         with missing_run_named(job.initial_checkpoint):

@@ -300,7 +300,7 @@ MUTANTS = [
         "tests/tasks/training/test_start.py",
         ("node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)", "pass"),
         ("        pin.set()", "        pass"),
-        ("            pin.remove()\n        return store", "            pass\n        return store"),
+        ("own, node_copy, pin)", "own, node_copy, None if is_own else pin)"),
         ("is_pinned_by_sweep = job.decisions is not None", "is_pinned_by_sweep = False"),
         ("checkpoint.manifest if is_own else None", "checkpoint.manifest"),
         ("record_resumed_from(store, attempt, checkpoint.path)", "pass"),

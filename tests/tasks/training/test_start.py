@@ -115,8 +115,25 @@ def test_an_initial_checkpoint_is_pinned_until_the_run_has_one_of_its_own(seed, 
     with disable_run_logger():
         again.source_pin.set()
     Attempt(CheckpointStore.open(initial.storage, "run")).session().report({}, folder(tmp_path / "c", model="own"))
-    assert start_from(initial).source_pin is None
-    assert pinned(initial) == frozenset()  # also of an attempt that was killed right after its first commit
+    start = start_from(initial)  # after an attempt that was killed right after its first commit
+    assert start.own is not None
+    with disable_run_logger():
+        start.source_pin.remove()
+    assert pinned(initial) == frozenset()
+
+
+def test_a_run_with_a_checkpoint_starts_without_a_request_to_the_storage_of_the_initial_one(seed, tmp_path, monkeypatch):
+    initial, _ = seed
+    away = CheckpointStore.open(tmp_path / "away", "seed").spec
+    own = CheckpointStore.open(initial.storage, "run")
+    Attempt(own).session().report({}, folder(tmp_path / "c", model="own"))
+
+    def refuse(store, *_):
+        raise AssertionError(f"a request to {store.storage.url}")
+
+    monkeypatch.setattr(CheckpointStore, "pin", refuse)
+    monkeypatch.setattr(CheckpointStore, "unpin", refuse)
+    assert start_from(replace(initial, storage=away), own.spec).own == own.latest()
 
 
 def test_the_pin_of_a_person_and_of_another_run_stay(seed):
