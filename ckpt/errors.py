@@ -44,7 +44,14 @@ class UnsupportedFormatError(CheckpointError):
 
 
 class CommitFailedError(CheckpointError):
-    """A reported checkpoint was not committed: the previous one is still the latest."""
+    """A reported checkpoint was not committed: the previous one is still the latest.
+
+    Attributes:
+        rank: The rank that could not store its part, on every rank; None for any other reason.
+
+    """
+
+    rank: int | None = None
 
 
 class PeerGoneError(CommitFailedError):

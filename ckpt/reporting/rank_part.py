@@ -184,9 +184,11 @@ class RankPart:
             if part["error"]["kind"] == FencedError.__name__:
                 raise FencedError(part["error"]["message"])
             kind = StorageFullError if part["error"]["kind"] == StorageFullError.__name__ else CommitFailedError
-            raise kind(
+            error = kind(
                 f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
             )
+            error.rank = rank
+            raise error
         return cls(list(map(FileEntry, *part["files"])), part["state"], part["stall_s"], part["stored_s"])
 
 

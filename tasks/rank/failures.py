@@ -16,6 +16,7 @@ from typing import TypeGuard
 from prefect_torch.ckpt import (
     CheckpointError,
     CheckpointNotFoundError,
+    CommitFailedError,
     FencedError,
     PeerGoneError,
     ReportMismatchError,
@@ -85,18 +86,26 @@ def is_kind(name: object) -> TypeGuard[RankFailureKind]:
 
 
 def of_exception(
-    error: BaseException, *, in_function: bool = True, oom_killed: bool = False, is_gpu_shared: bool = False
+    error: BaseException,
+    *,
+    rank: int | None = None,
+    in_function: bool = True,
+    oom_killed: bool = False,
+    is_gpu_shared: bool = False,
 ) -> RankFailureKind:
     """Return the kind of a rank's failure by an exception.
 
     Args:
         error: The exception.
+        rank: The rank: another one may be the cause of a failed commit, and its machine.
         in_function: Whether the user's function was running. Before that, "user" becomes "infrastructure".
         oom_killed: Whether the kernel has killed a process for lack of memory meanwhile, such as a data loader's worker.
         is_gpu_shared: Whether others hold memory of the GPU; a lack of memory then says nothing about the function.
 
     """
     kind = _of_error(error, oom_killed=oom_killed)
+    if kind == "infrastructure" and isinstance(error, CommitFailedError) and None not in (rank, error.rank):
+        return kind if rank == error.rank else "peer"
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
         return "infrastructure"
     return "infrastructure" if kind == "user" and not in_function else kind

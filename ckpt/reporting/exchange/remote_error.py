@@ -22,17 +22,19 @@ class RemoteError:
     Attributes:
         kind: The name of its class in `errors`.
         message: Its text.
+        rank: The rank that could not store its part of a checkpoint, if that is the error.
 
     """
 
     kind: str
     message: str
+    rank: int | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         """Return the error that other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
-            return cls(type(error).__name__, clip(str(error)))
+            return cls(type(error).__name__, clip(str(error)), getattr(error, "rank", None))
         if is_of_full_disk(error):
             return cls(StorageFullError.__name__, clip(str(error)))
         return cls(CommitFailedError.__name__, clip(f"{type(error).__name__}: {error}"))
@@ -40,6 +42,8 @@ class RemoteError:
     def exception(self) -> CheckpointError:
         """Return the exception to raise."""
         error: CheckpointError = getattr(errors, self.kind)(self.message)
+        if isinstance(error, CommitFailedError):
+            error.rank = self.rank
         return error
 
     def encode(self) -> bytes:

@@ -55,7 +55,8 @@ def call_in_session(function: TrainFunction, config: dict[str, Any] | None, sess
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again
         _explain_second_group(exc)
         is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
-        kind = of_exception(exc, oom_killed=bool(oom_kills.happened()), is_gpu_shared=is_gpu_shared)
+        is_oom_killed = bool(oom_kills.happened())
+        kind = of_exception(exc, rank=spec.rank, oom_killed=is_oom_killed, is_gpu_shared=is_gpu_shared)
         session.fail(_one_line(exc), spec.flush_s)
         return failure_of(exc, kind)
     finally:

@@ -22,6 +22,7 @@ from prefect_torch.ckpt import (
     PeerGoneError,
     ReportMismatchError,
     RetentionPolicy,
+    StorageError,
     TrainContext,
     get_checkpoint,
     get_context,
@@ -31,6 +32,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.errors import FencedError, StorageFullError
 from prefect_torch.ckpt.files import shared_directory
 from prefect_torch.ckpt.files.folder import scan_files
+from prefect_torch.ckpt.reporting import rank_part
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_part import StagedReport
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -509,6 +511,26 @@ def test_a_background_commit_survives_an_exception_of_the_training(store, tmp_pa
 
     Attempt(store, 2).run(train)
     assert len(store.list()) == 1
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_the_error_of_a_commit_has_the_rank_that_could_not_store_its_part(store, tmp_path, monkeypatch, upload):
+    store_of_rank = rank_part._store
+
+    def refuse(run, job, rank):
+        if rank == 1:
+            raise StorageError("no answer")
+        return store_of_rank(run, job, rank)
+
+    monkeypatch.setattr(rank_part, "_store", refuse)
+
+    def train(session, rank):
+        for name in "mn":
+            session.report({}, folder(tmp_path / str(rank), **{f"{name}{rank}": "x"}), upload=upload)
+
+    errors = Attempt(store, 2).run(train)
+    assert [error.rank for error in errors] == [1, 1]
+    assert all(str(error).startswith("rank 1 could not store its part: StorageError: no answer") for error in errors)
 
 
 def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store, tmp_path, monkeypatch):

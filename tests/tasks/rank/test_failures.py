@@ -114,6 +114,17 @@ def test_an_exception_counts_by_its_type(error, kind):
     assert of_exception(error) == kind
 
 
+def test_a_commit_that_fails_because_of_one_rank_is_the_failure_of_that_rank():
+    """So the error names its machine, which is avoided if it fails again and again."""
+    error = CommitFailedError("rank 1 could not store its part: no answer")
+    error.rank = 1
+    sent = pickle.loads(pickle.dumps(error))
+    assert [of_exception(sent, rank=rank) for rank in range(3)] == ["peer", "infrastructure", "peer"]
+    full = StorageFullError("rank 1 could not store its part: no space left")
+    full.rank = 1
+    assert of_exception(full, rank=0) == "user"
+
+
 def accelerator_error(code, text):
     error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be reported at some other call")
     error.error_code = code
