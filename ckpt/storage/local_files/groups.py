@@ -128,7 +128,10 @@ class _Group:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
         if not _is_the_callers_alone(folder.way, path.lstat()) or not _has_access_of(folder.way, path):
             return False
-        os.utime(path)  # garbage collection goes by an object's time, which must be that of its put
+        try:
+            os.utime(path)  # garbage collection goes by an object's time, which must be that of its put
+        except OSError:  # some mounts refuse it; a copy has the right time
+            return False
         before = path.lstat()
         if not folder.is_covered:
             self._sync.begin(path)

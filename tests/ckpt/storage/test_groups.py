@@ -243,6 +243,18 @@ def test_an_owned_file_that_cannot_be_linked_is_copied_and_durable(storage, sour
         assert ("sync", inode) in calls.done or calls.done[-1] == ("sync all", None)
 
 
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOSYS])
+def test_an_owned_file_whose_time_cannot_be_set_is_copied(storage, source, monkeypatch, reason):
+    def refuse(*_, **__):
+        raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    files = written(source, ["a", "b"])
+    stored = storage.put_files(files, owned=True)
+    assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
+    assert [Path(storage.url, key).stat().st_nlink for key in files] == [1, 1]
+
+
 def test_a_mount_of_rclone_answers_an_input_output_error_to_each_link_and_gets_copies(storage, source, monkeypatch):
     from prefect_torch.ckpt.storage.local_files import groups  # noqa: PLC0415 - patched
 
