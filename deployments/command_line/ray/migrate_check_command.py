@@ -57,6 +57,8 @@ def migrate_check(files: Sequence[str], as_json: bool) -> int:
 
 
 def _read(name: str) -> bytes:
+    if not name:
+        raise click.UsageError("FILE is empty: give a Python file")
     path = Path(name)
     if path.is_dir():
         raise click.UsageError(f"{name} is a directory: give the Python files in it")

@@ -471,6 +471,7 @@ def test_a_folder_and_nothing_are_no_files(tmp_path, capsys):
         assert run(["migrate-check", str(path)]) == 2
         assert message in capsys.readouterr().err
     assert run(["migrate-check"]) == 2
+    assert (run(["migrate-check", ""]), "FILE is empty: give a Python file" in capsys.readouterr().err) == (2, True)
 
 
 def test_what_stands_here_exists():
