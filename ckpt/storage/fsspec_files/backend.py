@@ -27,6 +27,7 @@ from .folders import find_files, make_folder, remove_empty, rmdir_spares_files
 from .reads import open_whole, read_range, read_whole
 from .writes import can_replace, create, require_whole
 
+_WRAPPERS = {"blockcache", "cached", "dir", "filecache", "generic", "simplecache"}
 _LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code
 
 
@@ -58,8 +59,8 @@ class FsspecStorage:
                 f"{scheme}:// cannot be a storage: {exc}. Give a local path, s3://, gs://, az://, memory://, "
                 "or the URL of another filesystem that fsspec knows"
             ) from exc
-        if scheme == "dir":  # its own error would be taken for a connection's, and retried
-            raise ValueError("dir:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
+        if scheme in _WRAPPERS:  # their own errors name no URL, or are retried as a connection's
+            raise ValueError(f"{scheme}:// is fsspec's wrapper of another filesystem: give that one's URL, or a local path")
         self._root: str = self._kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as fsspec's open()
         given = apply_config(self._kind, {**self._kind._get_kwargs_from_urls(url), **options})  # noqa: SLF001 - as fsspec's open()
         try:

@@ -227,9 +227,10 @@ def test_a_name_in_a_url_that_no_key_can_have_is_refused_by_what_to_write(url, w
         open_storage(url)
 
 
-def test_a_wrapper_of_fsspec_is_refused_at_once():
-    with pytest.raises(ValueError, match=r"^dir:// is fsspec's wrapper of another filesystem"):
-        open_storage("dir:///x")
+@pytest.mark.parametrize("scheme", ["blockcache", "cached", "dir", "filecache", "generic", "simplecache"])
+def test_a_wrapper_of_fsspec_is_refused_at_once(scheme):
+    with pytest.raises(ValueError, match=rf"^{scheme}:// is fsspec's wrapper of another filesystem"):
+        open_storage(f"{scheme}://x")
 
 
 @pytest.mark.parametrize(
