@@ -2,7 +2,8 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, MutableSequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import date, time, timedelta
@@ -22,6 +23,8 @@ from pydantic import BaseModel
 # subclass, such as an IntEnum or ruamel.yaml's, Python compares one number after the other.
 API_INTEGERS = range(-(2**63), 2**64)
 _ENCODED = (BaseModel, PurePath, date, time, timedelta, UUID, Decimal)  # by Prefect
+_LISTS = (MutableSequence, tuple, set, frozenset)  # a list of OmegaConf, too; other sequences may be columns of a dataset
+_BUFFERS = (bytearray, array)
 _WRITTEN = {"complex", "range", "torch.device", "torch.dtype"}
 _MOST_LEVELS = 100
 _MOST_BITS = 4096  # that are shown as a decimal number: Python refuses far longer ones
@@ -30,8 +33,8 @@ _MOST_BITS = 4096  # that are shown as a decimal number: Python refuses far long
 def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Return `value` as what JSON and Prefect's API can hold: a function as "module:function", an object as "<its class>".
 
-    A checkpoint is shown as its path. Nothing is asked for its items but dicts, lists, tuples, sets and dataclasses: a dataset
-    would read all of its samples.
+    A checkpoint is shown as its path. Nothing is asked for its items but dicts, lists (any mutable sequence), tuples, sets and
+    dataclasses: a dataset would read all of its samples.
 
     Args:
         value: The value.
@@ -48,9 +51,9 @@ def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
         return _plain(value)
     if id(value) not in above and len(above) < _MOST_LEVELS:
         inside = (*above, id(value))
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return [as_shown(item, inside) for item in value]
         with suppress(Exception):  # for example of an OmegaConf, where a value is missing
+            if isinstance(value, _LISTS) and not isinstance(value, _BUFFERS):
+                return [as_shown(item, inside) for item in value]
             if (items := _items(value)) is not None:
                 return {str(as_shown(name)): as_shown(item, inside) for name, item in items.items()}
     return _by_name(value)

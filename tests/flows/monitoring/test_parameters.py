@@ -5,7 +5,8 @@ import json
 import math
 import pickle
 from argparse import Namespace
-from collections import UserDict
+from array import array
+from collections import UserDict, UserList, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from decimal import Decimal
@@ -56,6 +57,13 @@ class Incomplete(UserDict):
         raise ValueError(f"missing value: {key}")
 
 
+class IncompleteList(UserList):
+    """A list with a value that is asked for, and missing."""
+
+    def __iter__(self):
+        raise ValueError("missing value: 0")
+
+
 class Settings:
     """An object whose unknown attributes are keys that are missing."""
 
@@ -104,6 +112,9 @@ SHOWN = [
     (b"x", "<bytes>"),
     (Settings(), f"<{__name__}.Settings>"),
     (Incomplete(lr=None), f"<{__name__}.Incomplete>"),
+    (UserList([64, {"a": deque([0.5])}]), [64, {"a": [0.5]}]),  # as OmegaConf has its lists
+    (IncompleteList([None]), f"<{__name__}.IncompleteList>"),
+    (array("d", [1]), "<array.array>"),
     (Loader(source=2**64), {"source": str(2**64)}),
     (Loader(source="a\0"), {"source": "a\\x00"}),
     (Loader(source=Pairs()), f"<{__name__}.Loader>"),
