@@ -3,23 +3,14 @@
 from pathlib import PurePath
 
 import pytest
+from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole import deletion
 from prefect_torch.ckpt.runs.whole.deletion import delete_run
 from ranks import Attempt, folder
-
-
-class RecordedDeletions(MemoryStorage):
-    def __init__(self):
-        super().__init__()
-        self.deleted = []
-
-    def delete(self, keys):
-        keys = list(keys)
-        self.deleted += keys
-        super().delete(keys)
 
 
 def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
@@ -29,14 +20,17 @@ def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_what_lists_a_run_goes_last(tmp_path):
-    storage = RecordedDeletions()
-    store = CheckpointStore.open(storage, "run")
-    Attempt(store).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
-    delete_run(store)
-    assert list(storage.list("")) == []
-    claim, run_info = storage.deleted[-2:]
-    assert (claim.startswith(store.layout.attempts), run_info) == (True, store.layout.run_info)
+def test_a_run_is_found_until_nothing_is_left_of_it(tmp_path):
+    def stored(*_):
+        storage = MemoryStorage()
+        Attempt(open_run(storage)).session().report({"loss": 1}, folder(tmp_path / "c", model="x"))
+        return storage
+
+    for faulty in crash_points(stored, lambda faulty: delete_run(open_run(faulty))):
+        left = open_run(faulty.inner)
+        assert has_begun(left) or list(left.storage.list("")) == []
+        delete_run(left)
+        assert list(left.storage.list("")) == []
 
 
 def test_only_the_records_of_runs_are_looked_at_as_paths(monkeypatch):
