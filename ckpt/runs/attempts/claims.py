@@ -68,12 +68,12 @@ def claim_attempt(
 
     """
     _check_spelling(run)
-    run.get_record(_RunInfo, run.layout.run_info, "what a run begins with")
+    is_known = run.get_record(_RunInfo, run.layout.run_info, "what a run begins with") is not None
     number = next_number(run, claim_keys(run) if known is None else known)  # before the last look at the claims
     claims = claim_keys(run)
     if known is not None and not known.issuperset(claims):
         raise _ClaimedMeanwhileError
-    if not claims:
+    if not (claims and is_known):
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
         run.put_json(run.layout.run_info, run_info)
     while True:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError, StorageError
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence, claim_attempt, claim_unless_led
@@ -22,6 +23,15 @@ def test_attempts_count_from_one(store):
     assert newest_attempt(store) is None
     assert [claim_attempt(store, Owner.current(), world_size=2).number for _ in range(3)] == [1, 2, 3]
     assert newest_attempt(store).number == 3
+
+
+def test_a_run_without_its_first_object_is_listed_again_from_the_next_attempt_on(store):
+    """As of a copy by another program that was interrupted."""
+    claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.delete([store.layout.run_info])
+    assert list(list_runs(store.storage)) == []
+    claim_attempt(store, Owner.current(), world_size=1)
+    assert list(list_runs(store.storage)) == ["run"]
 
 
 def test_claims_at_the_same_moment_end_with_different_numbers(store):
