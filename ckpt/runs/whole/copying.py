@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from prefect_torch.ckpt.errors import CheckpointCorruptError, StorageError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
 from prefect_torch.ckpt.runs.deletion.marks import witnessed
 from prefect_torch.ckpt.runs.layout import Layout, attempt_number
@@ -145,7 +145,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     Raises:
         CheckpointCorruptError: If the source's data differ from what was committed; the manifest is not copied then.
-        FileNotFoundError: If a file is gone, such as by a prune.
+        CheckpointNotFoundError: If a file is gone, such as by a prune; a repeated copy leaves that checkpoint out.
         StorageError: If data were deleted in the target meanwhile, or a record arrives with another size than it is listed
             with, until the retries end; a repeated copy continues.
         FileExistsError: If a training has begun in the target; nothing is copied then. If the target's filesystem takes the
@@ -157,7 +157,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     def copy_one(item: tuple[str, FileEntry]) -> int:
         marks.renew()
         key, entry = item
-        copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
+        with _naming_pruned(key, source):
+            copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
         advance(entry.bytes)
         return copied
 
@@ -179,7 +180,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
             _check_distinct(layout, it, target)
             _copy_records(plan.attached[it.id], source, target)
         for it in batch:
-            _copy_manifest(layout.manifest(it.id), it, source, target)
+            with _naming_pruned(layout.manifest(it.id), source):
+                _copy_manifest(layout.manifest(it.id), it, source, target)
         for_each(batch, lambda it: _check_stays(layout, it, target))
         marks.remove()
     _copy_records(plan.logs, source, target)
@@ -240,6 +242,20 @@ def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
         return target.size(key) == entry.bytes and target.digest(key).digest == entry.digest
     except FileNotFoundError:
         return False
+
+
+@contextmanager
+def _naming_pruned(key: str, source: Storage) -> Iterator[None]:
+    """Name the object of the source that is missing, and what to do."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        if find_size(source, key) is not None:  # the target lacks something
+            raise
+        raise CheckpointNotFoundError(
+            f"{source.url}/{key} is gone: its checkpoint was pruned or deleted while it was copied; the same command copies "
+            "the checkpoints that are left"
+        ) from exc
 
 
 def _copy_as_is(key: str, source: Storage, target: Storage) -> int:

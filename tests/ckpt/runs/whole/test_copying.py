@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt import CheckpointNotFoundError, StorageError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
@@ -117,3 +117,17 @@ def test_a_manifest_that_is_damaged_is_whole_in_the_copy(source, plan, caplog):
     copy_planned(plan, source.storage, target := MemoryStorage(), lambda _: None)
     assert target.get_bytes(key) == whole
     assert f"{key} does not match its own digest" in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["data", "manifest"])
+def test_a_checkpoint_that_is_pruned_meanwhile_is_named_and_left_out_by_a_repeated_copy(tmp_path, gone):
+    source, target = store_run(MemoryStorage(), tmp_path), MemoryStorage()
+    plan = plan_copy(source, source.list(), whole=True)
+    pruned, *left = source.list()
+    data = [source.layout.data(pruned.id, entry.path) for entry in pruned.files]
+    source.storage.delete([source.layout.manifest(pruned.id), *(data if gone == "data" else [])])
+    with pytest.raises(CheckpointNotFoundError, match=rf"{pruned.id}.* is gone: .*; the same command copies"):
+        copy_planned(plan, source.storage, target, lambda _: None)
+    copy_planned(plan_copy(source, source.list(), whole=True), source.storage, target, lambda _: None)
+    assert Run.open(target, "run").exists(left[-1].id)
+    assert not Run.open(target, "run").exists(pruned.id)
