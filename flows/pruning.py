@@ -8,6 +8,8 @@ from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.runs.whole.trials import is_sweep
+from prefect_torch.ckpt.text import as_command
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
@@ -92,6 +94,9 @@ def _read_policies(
             status = read_status(store)
             if status is not None:
                 found[name] = status.attempt.policy
+                if must_exist and is_sweep(store):
+                    listing = as_command("best", spec.url, name)
+                    get_run_logger().warning("run %r is a sweep: give its trials to prune, as %s names them", name, listing)
             else:
                 if must_exist:
                     check_begun(store)

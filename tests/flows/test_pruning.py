@@ -152,6 +152,16 @@ def test_a_run_that_does_not_exist_is_named(tmp_path):
         prune(str(tmp_path), ["missing"])
 
 
+def test_a_sweep_that_is_named_is_told_to_have_trials(tmp_path, caplog):
+    sweep = CheckpointStore.open(tmp_path / "store", "searched")
+    claim_attempt(sweep, Owner.current(), world_size=0)
+    sweep.put_json(sweep.layout.sweep, {})
+    assert prune(str(tmp_path / "store")) == {"searched": []}
+    assert "is a sweep" not in caplog.text
+    assert prune(str(tmp_path / "store"), ["searched"]) == {"searched": []}
+    assert "run 'searched' is a sweep: give its trials to prune, as prefect-torch best" in caplog.text
+
+
 def test_nothing_is_deleted_where_one_of_the_named_runs_is_missing(tmp_path):
     store, _ = fill(str(tmp_path / "store"), "one", tmp_path, [1, 2, 3])
     with pytest.raises(FileNotFoundError, match="there is no run 'missing'"):
