@@ -155,3 +155,13 @@ def test_a_block_opens_the_store_of_a_run(tmp_path):
     assert store.list() == []
     store.storage.put_bytes("run/x", b"1")
     assert (tmp_path / "run/x").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("variable", ["AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"])
+def test_a_url_is_opened_by_the_variables_of_an_emulator(monkeypatch, azurite, variable):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", azurite.account)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", azurite.key)
+    monkeypatch.setenv(variable, f"{azurite.endpoint}/{azurite.account}")
+    storage = open_storage(replace(parse_storage(f"az://{azurite.new_container()}/runs"), retry=RetryPolicy(0.0)))
+    storage.put_bytes("run/x", b"1")
+    assert storage.get_bytes("run/x") == b"1"
