@@ -211,11 +211,11 @@ def _ends_epoch(state: TrainerState) -> bool:
 
 
 def _metrics_of_step(state: TrainerState) -> dict[str, Any]:
-    metrics: dict[str, Any] = {"epoch": state.epoch}
+    metrics: dict[str, Any] = {}
     logged = list(takewhile(lambda entry: entry["step"] == state.global_step, reversed(state.log_history)))
     for entry in reversed(logged):
         metrics.update(_numbers_and_texts(entry))
-    return {**metrics, "step": state.global_step}
+    return {**metrics, "epoch": state.epoch, "step": state.global_step}  # pages and commands show the first ones
 
 
 def _numbers_and_texts(logs: dict[Any, Any]) -> dict[str, Any]:

@@ -120,6 +120,7 @@ def test_metrics_are_those_of_the_saved_step(trained):
         metrics = {manifest.step: manifest.metrics for manifest in CheckpointStore.open(root, "run").list()}
         for step, of_step in metrics.items():
             assert {"loss", "learning_rate", "grad_norm"} <= of_step.keys()  # logged since it was saved, at an odd step, too
+            assert next(iter(of_step)) == "loss"  # what a flow run's state and the page of a storage show, without a score
             assert (of_step["step"], of_step["epoch"]) == (step, step / 4)
             assert ("eval_loss" in of_step) == (step in (6, 12))
 
