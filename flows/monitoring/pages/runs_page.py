@@ -38,7 +38,8 @@ from .live_artifact import add_version, artifact_key
 
 _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
-_LONGEST_NAME, _LONGEST_METRIC = 60, 30  # characters: longer ones push the columns of all runs below the UI's sidebar
+# Characters: longer ones push the columns of all runs below the UI's sidebar, and names that no hyphen breaks do it earlier.
+_LONGEST_NAME, _LONGEST_WORD, _LONGEST_METRIC = 60, 30, 30
 _LONGEST_S = 10.0  # for reading metrics; the rows that are left have no curve
 
 
@@ -183,10 +184,17 @@ def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
     return replace(row, metric=metric, best=best, num_trials=len(trials))
 
 
+def _show_name(name: str) -> str:
+    """Return a run's name without its middle if it is long: names that a program has made often differ at their ends."""
+    is_broken = all(len(word) <= _LONGEST_WORD for word in name.split("-"))
+    half = (_LONGEST_NAME if is_broken else _LONGEST_WORD) // 2
+    return name if len(name) <= 2 * half else f"{name[: half - 1]}…{name[-half:]}"
+
+
 def _cells(row: RunRow) -> Iterator[str]:
     attempt, led_by = row.status.attempt, row.status.attempt.owner.flow_run_id
     page = flow_run_page(led_by)
-    name = shorten(row.name, _LONGEST_NAME)
+    name = _show_name(row.name)
     yield plain_text(name) if page is None else f"[{link_text(name)}]({page})"
     yield row.status.state
     yield show_count(row.num_trials, "trial") if row.num_trials is not None else "" if row.step is None else str(row.step)
