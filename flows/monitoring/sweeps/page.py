@@ -77,7 +77,8 @@ def _best(view: SweepView, context: SweepContext) -> Iterator[str]:
     parameters = json.dumps(dict(best.parameters), indent=2, ensure_ascii=False)
     yield from ("", "```json", parameters, "```", "", "Its checkpoint in Python:", "")
     yield from ("```python", "from prefect_torch.flows import SweepResult")
-    yield f"checkpoint = SweepResult.from_storage({context.storage!r}, {view.run.name!r}).best.checkpoint"
+    yield f"result = SweepResult.from_storage({context.storage!r}, {view.run.name!r})"
+    yield "checkpoint = result.best.checkpoint"
     yield "```"
 
 

@@ -64,7 +64,7 @@ def test_the_head_counts_the_trials_and_the_best_is_shown_with_the_line_that_loa
     assert "**running** · 5 of 5 trials · 1 running · 2 completed · 1 paused · 1 failed" in page
     url = page_url("flow-run", FLOW_RUN)
     assert f"[Trial 3]({url}): **loss 0.5** at step 2, completed, with" in page
-    assert "SweepResult.from_storage('./checkpoints', 'digits').best.checkpoint" in page
+    assert "\nresult = SweepResult.from_storage('./checkpoints', 'digits')\ncheckpoint = result.best.checkpoint\n" in page
 
 
 def test_every_trial_is_a_curve_the_stopped_ones_pale_and_the_best_on_top(view):
