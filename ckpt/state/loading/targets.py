@@ -24,6 +24,7 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 def filled(target: Any, value: Any) -> Any:
     """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`."""
+    value = on_devices_of(target, value)
     if type(target) is not type(value):
         return value
     if isinstance(target, list):
@@ -33,6 +34,20 @@ def filled(target: Any, value: Any) -> Any:
         target.clear()
         target.update(value)
         return target
+    return value
+
+
+def on_devices_of(former: Any, value: Any) -> Any:
+    """Return `value` with its tensors on the devices of those that `former` has in their places.
+
+    Those of a tuple, such as the hidden state of an LSTM, are stored as one value, which is read on the CPU.
+    """
+    if isinstance(former, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value if former.is_meta else value.to(former.device)
+    if isinstance(former, Mapping) and type(value) is dict:
+        return {key: on_devices_of(former.get(key), item) for key, item in value.items()}
+    if type(former) is type(value) in (list, tuple) and len(former) == len(value):
+        return type(value)(map(on_devices_of, former, value))
     return value
 
 

@@ -158,11 +158,14 @@ def _checked(leaf: Leaf) -> bytes:
 
 
 def _compact(value: Any) -> Any:
-    """Return `value` with copies of the tensors in it that are parts of larger memory, all of which torch.save would write."""
+    """Return `value` with copies of the tensors in it that are parts of larger memory, all of which torch.save would write.
+
+    Tensors of devices are copied to the host: torch.save writes the device's number, which is another one on each rank.
+    """
     kind = type(value)
     if kind is torch.Tensor and value.layout is torch.strided:
-        is_part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
-        return value.detach().clone().requires_grad_(value.requires_grad) if is_part else value
+        is_part = not value.is_cpu or value.untyped_storage().nbytes() > value.numel() * value.element_size()
+        return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad) if is_part else value
     if kind in (list, tuple):
         return kind(map(_compact, value))
     return {key: _compact(item) for key, item in value.items()} if kind is dict else value

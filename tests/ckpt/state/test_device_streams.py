@@ -422,6 +422,35 @@ def test_options_and_steps_of_an_optimizer_are_on_the_device_where_it_wants_them
             assert state["exp_avg"].device == gpu.DEVICE
 
 
+class Recurrent:
+    """An object that keeps the hidden state of an LSTM as the LSTM returns it: a tuple."""
+
+    def __init__(self, value):
+        self.hidden = hidden(value)
+
+    def state_dict(self):
+        return {"hidden": self.hidden}
+
+    def load_state_dict(self, state):
+        self.hidden = state["hidden"]
+
+
+def hidden(value):
+    return (torch.full((2, 3), value, device=gpu.DEVICE), torch.full((2, 3), value))
+
+
+@on_simulated_gpu
+def test_tensors_of_a_tuple_are_loaded_to_the_devices_of_those_that_it_has(tmp_path):
+    def state(value):
+        return {"hidden": hidden(value), "of each layer": [hidden(value)], "it": Recurrent(value)}
+
+    loaded = state(0.0)
+    stored(CheckpointStore.open(tmp_path, "run"), lambda _: state(2.0)).load_state(loaded)
+    for found in (loaded["hidden"], loaded["of each layer"][0], loaded["it"].hidden):
+        assert [it.device for it in found] == [gpu.DEVICE, torch.device("cpu")]
+        assert all(bool((it.cpu() == 2).all()) for it in found)
+
+
 class Average:
     """An object that keeps the tensors that it is given, small and large."""
 
