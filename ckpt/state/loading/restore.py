@@ -1,7 +1,7 @@
 """The load of a state into live objects, in place: every difference is found before anything changes."""
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -95,7 +95,8 @@ class _Restore:
     def _restore_object(self, target: Any, node: Node, path: Path) -> None:
         plan = self._plan
         if is_stateful(target):
-            fresh = target.state_dict()
+            # A loader's state_dict() would begin an iteration: torchdata's start workers, and one would not begin another.
+            fresh = {} if isinstance(target, Iterable) and not isinstance(target, Mapping) else target.state_dict()
             get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
             finish.append(lambda: target.load_state_dict(with_versions(fresh, on_devices_of(fresh, get()))))

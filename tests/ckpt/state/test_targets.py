@@ -479,6 +479,16 @@ class Holder:
         self.tensor = state["tensor"]
 
 
+def test_a_loader_that_a_load_has_not_begun_goes_on_behind_the_reported_batch(store):
+    from torchdata.nodes import IterableWrapper, Loader  # noqa: PLC0415 - what is tested else must not find it loaded
+
+    loader, other = Loader(IterableWrapper(range(6))), Loader(IterableWrapper(range(6)))
+    batches = iter(loader)
+    used = [next(batches) for _ in range(2)]
+    stored(store, {"loader": loader}).load_state({"loader": other})
+    assert (used, [*other], [*other]) == ([0, 1], [2, 3, 4, 5], [*range(6)])
+
+
 @pytest.mark.parametrize("size", [3, 300])  # a value, and a tensor of its own
 def test_what_begins_as_references_to_a_models_tensors_gets_its_values_and_the_model_its_own(store, size):
     def make(shift):
