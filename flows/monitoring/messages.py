@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
-from prefect_torch.ckpt.text import as_command
+from prefect_torch.ckpt.text import as_command, encodable
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -112,7 +112,8 @@ class LocationObserver:
 
     def log_completed(self, summary: str) -> None:
         """Log the result in one line, and the location."""
-        get_run_logger().info("%s", "; ".join([summary, self._text] if self._has_checkpoint else [summary]))
+        shown = encodable(summary)  # metrics may be named after files; for one such line, Prefect drops all that it has to send
+        get_run_logger().info("%s", "; ".join([shown, self._text] if self._has_checkpoint else [shown]))
 
     def _warn_of_old_result(self, outcome: Outcome) -> None:
         if self._resumed_from is None or self._has_reported or outcome.ending != "completed":

@@ -13,6 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingResult, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed
+from prefect_torch.ckpt.text import encodable
 
 from .outage import NO_ANSWER
 
@@ -28,14 +29,14 @@ def completed(message: str, result: R) -> R:
     """Return the state in which a flow ends, to be returned by the flow: its call returns `result`.
 
     Args:
-        message: The state's message.
+        message: The state's message; what Prefect's databases cannot hold is escaped in it.
         result: The flow's result.
 
     """
     returned = _returned.get()
     if returned is not None:
         returned.append((flow_run.id, result))
-    return cast("R", Completed(message=message, data=result))
+    return cast("R", Completed(message=encodable(message), data=result))
 
 
 def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -12,9 +12,10 @@ import pytest
 import torch.distributed as dist
 from forked_programs import started_as_usual
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterTaskRunId
+from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, LogFilterFlowRunId, LogFilterTaskRunId
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.task_runners import ProcessPoolTaskRunner, ThreadPoolTaskRunner
+from prefect_servers import wait_until
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -550,6 +551,21 @@ def test_a_configuration_may_hold_what_is_no_json(run):
         (newest,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
     name = f"{RetentionPolicy.__module__}:RetentionPolicy"
     assert newest.parameters["config"] == {"kind": name, "seed": str(2**127), "file": "caf\\udce9"}
+
+
+def test_a_metric_may_be_named_after_a_file_whose_name_is_no_text(run):
+    """The final state, and all lines that were sent with the summary, were lost, and the training had failed."""
+
+    def train_fn():
+        report({"caf\udce9\0": 0.5}, step=0)
+
+    assert train(train_fn, run=run).metrics["caf\udce9\0"] == 0.5
+    summary = "1 step, caf\\udce9\\x00 0.5, 1 attempt"
+    with get_client(sync_client=True) as client:
+        (newest,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+        assert (newest.state.is_completed(), newest.state.message) == (True, summary)
+        logs = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[newest.id]))
+        wait_until(lambda: summary in [log.message for log in client.read_logs(logs)], "the summary among the lines")
 
 
 def test_a_configuration_for_a_function_without_arguments_is_refused_once(run):

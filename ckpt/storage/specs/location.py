@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from prefect_torch.ckpt.storage.protocol import StorageSpec
+from prefect_torch.ckpt.text import encodable
 
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs"}
 _BUCKETS = {"s3", "gs", *_OTHER_NAMES}
@@ -38,12 +39,14 @@ def parse_location(text: "str | PathLike[str]") -> StorageSpec | None:
     """Return the specification of a local path or a URL; None for "block-type-slug/block-name", which only Prefect can resolve.
 
     Raises:
-        ValueError: If it is empty, or a URL that cannot be written to or shows a password.
+        ValueError: If it is empty, not text, or a URL that cannot be written to or shows a password.
 
     """
     path = os.fspath(text)
     if not path:
         raise ValueError("storage is empty: give a path, a URL, 'block-type-slug/block-name', or a block")
+    if encodable(path) != path:
+        raise ValueError(f"storage {encodable(path)} has a byte that is not UTF-8, or a NUL: rename the directory")
     if URL.match(path):
         return normalized(StorageSpec(path))
     if "://" in path:

@@ -227,6 +227,13 @@ def test_a_name_in_a_url_that_no_key_can_have_is_refused_by_what_to_write(url, w
         open_storage(url)
 
 
+@pytest.mark.parametrize(("name", "shown"), [("caf\udce9", r"caf\\udce9"), ("a\0b", r"a\\x00b")])
+def test_a_name_that_prefect_cannot_store_is_refused_in_a_path_and_in_a_url(name, shown):
+    for text in (f"/data/{name}", Path("/data", name), f"s3://bucket/{name}"):
+        with pytest.raises(ValueError, match=rf"^storage .*/{shown} has a byte that is not UTF-8, or a NUL: rename"):
+            parse_location(text)
+
+
 @pytest.mark.parametrize("scheme", ["blockcache", "cached", "dir", "filecache", "generic", "simplecache"])
 def test_a_wrapper_of_fsspec_is_refused_at_once(scheme):
     with pytest.raises(ValueError, match=rf"^{scheme}:// is fsspec's wrapper of another filesystem"):
