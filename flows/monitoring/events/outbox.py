@@ -135,7 +135,8 @@ def _encoded(events: list[Event]) -> bytes:
 
 def _fitting(event: Event) -> bytes:
     """Return an event as JSON, with shorter texts in its payload, or none, where the server would drop it without a word."""
-    dump = storable(event.model_dump(mode="json"))
+    payload = storable(event.payload)  # before the dump, which refuses a lone surrogate in a metric's name
+    dump = storable(event.model_copy(update={"payload": payload}).model_dump(mode="json"))
     for longest in _LONGEST_TEXTS:
         dump["payload"] = storable(dump["payload"], longest)
         fitting = json.dumps(dump, ensure_ascii=False, allow_nan=False).encode()

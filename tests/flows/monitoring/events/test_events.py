@@ -257,7 +257,7 @@ def test_what_a_database_cannot_hold_and_the_server_would_drop_is_told_in_anothe
     """PostgreSQL takes no NUL, and the server drops an event of 1.5 MB while it answers that it has it."""
     about = "large"
     payloads = [
-        {"text": "a\0b\ud800", "a\0": [1, "\0"]},
+        {"text": "a\0b\ud800", "a\0": [1, "\0"], "caf\udce9": 1},
         {"samples": "x" * 3_000_000},
         {f"sample {number}": "x" * 3000 for number in range(1000)},
         {f"sample {number}": number for number in range(100_000)},
@@ -269,7 +269,7 @@ def test_what_a_database_cannot_hold_and_the_server_would_drop_is_told_in_anothe
 
     posting(use)
     odd, long, many, most = (it.payload for it in events_about(f"{about}.", 4))
-    assert odd == {"text": "a\\x00b\\ud800", "a\\x00": [1, "\\x00"]}
+    assert odd == {"text": "a\\x00b\\ud800", "a\\x00": [1, "\\x00"], "caf\\udce9": 1}
     assert "2996000 characters left out" in long["samples"]
     assert len(many) == 1000
     assert all("characters left out" in it for it in many.values())
