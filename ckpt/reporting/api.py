@@ -80,12 +80,13 @@ def report(
             report equal files under one name; different files need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
             NumPy's arrays and scalars, plain values and containers of them, random generators, `RandomState()`. The content of
-            a module or an optimizer counts as equal on all ranks, and each rank stores a part of it; a module or optimizer with
-            other parts on another rank is refused, unless it has a name of its own there or is marked with `RankLocal`. Of
-            everything else, each rank stores its own value if it differs between ranks or is marked. Give the objects
-            themselves, since the tensors of their `state_dict()` would be compared. Give averages of weights as a module
-            (`AveragedModel`), not as a dict. Gradients are not stored: report after an optimizer step. `Checkpoint.load_state`
-            restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside it.
+            a module or an optimizer counts as equal on all ranks, and each rank stores a part of it; the buffers are rank 0's.
+            A module or optimizer with other parts on another rank is refused, unless it has a name of its own there or is
+            marked with `RankLocal`. Of everything else, each rank stores its own value if it differs between ranks or is
+            marked. Give the objects themselves, since the tensors of their `state_dict()` would be compared. Give averages of
+            weights as a module (`AveragedModel`), not as a dict. Gradients are not stored: report after an optimizer step.
+            `Checkpoint.load_state` restores it, and torch.distributed.checkpoint reads it. A directory may be reported beside
+            it.
         step: The same number below 10^18 on every rank, growing from checkpoint to checkpoint; None means the step after that
             of the previous report, or of the restored checkpoint; the first is 0. When the step of the newest checkpoint is
             reported again, such as at the end of a training that has just reported, the metrics are recorded and that

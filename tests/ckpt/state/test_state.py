@@ -173,6 +173,31 @@ def test_buffers_of_a_module_are_those_of_rank_0_as_ddp_sends_them(store):
     assert torch.equal(model[1].running_mean, torch.zeros(200))
 
 
+class Buffers:
+    """The buffers of a module, as the documentation shows them for ranks that have their own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def state_dict(self):
+        return dict(self.model.named_buffers())
+
+    def load_state_dict(self, state):
+        self.model.load_state_dict(state, strict=False)
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_buffers_that_each_rank_has_of_its_own_come_back_by_an_object_that_is_marked(store, size):
+    def make(value):
+        model = torch.nn.BatchNorm2d(size, affine=False)
+        model.running_mean.fill_(value)
+        return {"model": model, "buffers": RankLocal(Buffers(model))}
+
+    report_states(store, lambda _, rank: make(rank + 1), 2)
+    for rank in range(2):
+        assert load(newest(store), make(7), rank, 2)["model"].running_mean.tolist() == [rank + 1] * size
+
+
 def test_what_ddp_and_compile_wrap_has_the_name_of_what_they_wrap(store):
     plain_model = make_training(1)[0]
     wrapped = torch.nn.Sequential()
