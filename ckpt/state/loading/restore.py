@@ -21,7 +21,7 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
-from .targets import does_more_than_copy, fill_tensor, filled, on_devices_of, resizable_buffers, why_unwritable, with_versions
+from .targets import does_more_than_copy, fill_tensor, filled, in_form_of, resizable_buffers, why_unwritable, with_versions
 
 
 def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class _Restore:
             fresh = {} if isinstance(target, Iterable) and not isinstance(target, Mapping) else target.state_dict()
             get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
-            finish.append(lambda: target.load_state_dict(with_versions(fresh, on_devices_of(fresh, get()))))
+            finish.append(lambda: target.load_state_dict(in_form_of(fresh, with_versions(fresh, get()))))
         else:
             get = plan.build(node, path, {})
             plan.last.append(lambda: set_generator(target, get(), path_name(path)))
@@ -223,7 +223,7 @@ class _Restore:
         if isinstance(state[key], torch.Tensor) and plan.attempt(lambda: self._fill(state[key], node, path)):
             return False
         get = plan.build(node, path, tensors_in(state[key], path))
-        plan.finish.append(lambda: state.__setitem__(key, on_devices_of(state[key], get())))
+        plan.finish.append(lambda: state.__setitem__(key, in_form_of(state[key], get())))
         return True
 
 

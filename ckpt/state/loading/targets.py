@@ -1,7 +1,7 @@
 """The load into one target: a container, a tensor, a module, an optimizer's state of a parameter."""
 
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 def filled(target: Any, value: Any) -> Any:
     """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`."""
-    value = on_devices_of(target, value)
+    value = in_form_of(target, value)
     if type(target) is not type(value):
         return value
     if isinstance(target, list):
@@ -37,17 +37,19 @@ def filled(target: Any, value: Any) -> Any:
     return value
 
 
-def on_devices_of(former: Any, value: Any) -> Any:
-    """Return `value` with its tensors on the devices of those that `former` has in their places.
+def in_form_of(former: Any, value: Any) -> Any:
+    """Return `value` with what `former` has in the same places: the devices of tensors, and the factories of defaultdicts.
 
-    Those of a tuple, such as the hidden state of an LSTM, are stored as one value, which is read on the CPU.
+    Tensors of a tuple, such as the hidden state of an LSTM, are stored as one value, which is read on the CPU. A defaultdict is
+    stored as a dict.
     """
     if isinstance(former, torch.Tensor) and isinstance(value, torch.Tensor):
         return value if former.is_meta else value.to(former.device)
     if isinstance(former, Mapping) and type(value) is dict:
-        return {key: on_devices_of(former.get(key), item) for key, item in value.items()}
+        items = {key: in_form_of(former.get(key), item) for key, item in value.items()}
+        return defaultdict(former.default_factory, items) if type(former) is defaultdict else items
     if type(former) is type(value) in (list, tuple) and len(former) == len(value):
-        return type(value)(map(on_devices_of, former, value))
+        return type(value)(map(in_form_of, former, value))
     return value
 
 

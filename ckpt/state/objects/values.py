@@ -5,6 +5,7 @@ import io
 import marshal
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -160,7 +161,8 @@ def _checked(leaf: Leaf) -> bytes:
 def _compact(value: Any) -> Any:
     """Return `value` with copies of the tensors in it that are parts of larger memory, all of which torch.save would write.
 
-    Tensors of devices are copied to the host: torch.save writes the device's number, which is another one on each rank.
+    A defaultdict becomes a dict, since torch.load does not allow its class. Tensors of devices are copied to the host:
+    torch.save writes the device's number, which is another one on each rank.
     """
     kind = type(value)
     if kind is torch.Tensor and value.layout is torch.strided:
@@ -168,7 +170,7 @@ def _compact(value: Any) -> Any:
         return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad) if is_part else value
     if kind in (list, tuple):
         return kind(map(_compact, value))
-    return {key: _compact(item) for key, item in value.items()} if kind is dict else value
+    return {key: _compact(item) for key, item in value.items()} if kind in (dict, defaultdict) else value
 
 
 def _saved(value: Any, how: Any = pickle) -> bytes:

@@ -10,7 +10,7 @@ import random
 import sys
 import traceback
 import tracemalloc
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from decimal import Decimal
 
 import numpy as np
@@ -53,6 +53,37 @@ def test_containers_are_filled_and_not_replaced_since_their_owner_may_hold_them_
     assert (losses, seen, extra, own) == ([1, 2], {7}, {"x": [3]}, [4])
     assert state["losses"] is losses
     assert state["own"].value is own
+
+
+class History:
+    """An object with a dict of lists that begin empty."""
+
+    def __init__(self):
+        self.losses = defaultdict(list)
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+def test_a_defaultdict_is_stored_and_goes_on_to_make_what_it_lacks(store):
+    def make():
+        of_tensors = defaultdict(lambda: torch.zeros(2))
+        return {"losses": defaultdict(list), "of tensors": of_tensors, "it": History(), "in": {"losses": defaultdict(list)}}
+
+    state = make()
+    for losses in (state["losses"], state["it"].losses, state["in"]["losses"]):
+        losses["train"].append(0.5)
+    state["of tensors"]["train"] += 1
+    loaded = make()
+    stored(store, state).load_state(loaded)
+    for losses in (loaded["losses"], loaded["it"].losses, loaded["in"]["losses"]):
+        assert losses == {"train": [0.5]}
+        losses["val"].append(0.25)
+    loaded["of tensors"]["val"] += 2
+    assert {name: it.tolist() for name, it in loaded["of tensors"].items()} == {"train": [1, 1], "val": [2, 2]}
 
 
 @pytest.mark.parametrize("target", [torch.nn.Linear(2, 2), [1], None])
