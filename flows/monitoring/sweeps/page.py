@@ -15,7 +15,7 @@ from .view import SeenTrial, SweepView, count_states
 
 _MAX_ROWS = 100
 _MAX_COLUMNS = 6
-_NOT_ENOUGH = "It takes eight trials that have ended to determine which parameters matter."
+_NOT_ENOUGH = "It takes eight trials that have ended with a value to determine which parameters matter."
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def test_parallel_coordinates_have_an_axis_per_parameter_and_a_line_per_scored_t
 
 def test_few_trials_tell_no_importance_and_the_page_says_how_many_it_takes(view):
     page = write_sweep(view, CONTEXT, now_s=0.0)
-    assert "It takes eight trials that have ended" in page
+    assert "It takes eight trials that have ended with a value" in page
     assert "Importance of the parameters" not in pictures(page)
 
 
