@@ -100,6 +100,8 @@ def evaluate_checkpoint(
         if _is_pruned(store, checkpoint.checkpoint_id):
             _log_skipped(checkpoint)
             return None
+        if exc.traceback:  # Prefect logs the exception alone
+            get_run_logger().error("%s:\n%s", str(exc).partition(": ")[0], exc.traceback.rstrip())
         if exc.original is not None:
             raise shorten_message(exc.original) from exc
         raise

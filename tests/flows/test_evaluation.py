@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -106,6 +107,8 @@ def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_eva
     with pytest.raises(RuntimeError, match=r"report\(\) was called inside an evaluation.* return the metrics") as caught:
         evaluate("evaluations:measure", checkpoints=urls, config={"0": "prune", "1": "report"})
     assert f"rank 0 of the evaluation of {second} failed" in str(caught.value.__cause__)
+    (logged,) = (it for it in caplog.messages if it.startswith(f"rank 0 of the evaluation of {second} failed:\n"))
+    assert re.search(r"^Traceback.*\n  File .*evaluations\.py", logged, re.MULTILINE)
     assert f"checkpoint {first} of run 'run' is skipped: it does not exist, or was pruned" in caplog.text
     assert [(manifest.id, manifest.evaluations) for manifest in store.list()] == [(second, ()), (third, ("eval",))]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
