@@ -148,6 +148,7 @@ class Checkpoint:
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
             CheckpointNotFoundError: If the checkpoint was pruned or never existed.
+            ValueError: If there is no such level.
 
         """
         if self.store is not None:

@@ -95,6 +95,7 @@ class CheckpointStore(Run):
         Raises:
             CheckpointCorruptError: Naming the first file that is missing, short, long or changed.
             CheckpointNotFoundError: If the checkpoint is being pruned.
+            ValueError: If there is no such level.
             TypeError: If `manifest` is not a Manifest; `get` returns the manifest of an id.
 
         """

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
@@ -23,6 +23,7 @@ def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
     Raises:
         CheckpointCorruptError: Naming the first file that differs in two reads.
         CheckpointNotFoundError: If the checkpoint is being pruned.
+        ValueError: If there is no such level.
 
     """
     try:
@@ -37,8 +38,11 @@ def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None
 
     Raises:
         CheckpointCorruptError: Naming the first file that differs in two reads.
+        ValueError: If there is no such level.
 
     """
+    if level not in get_args(VerifyLevel):  # a misspelled one would compare sizes alone
+        raise ValueError(f"the level {level!r} is unknown: give 'digest', 'size' or 'none'")
     if level == "none":
         return
     confirm_damage(run.storage, partial(_verify_sizes, run, manifest))

@@ -150,6 +150,13 @@ def test_two_files_that_were_swapped_are_found(store, tmp_path):
         store.verify(manifest)
 
 
+def test_an_unknown_level_verifies_nothing_and_is_refused(store, tmp_path):
+    (manifest,) = fill(store, tmp_path, 1)
+    for verify in (lambda: store.verify(manifest, "Digest"), lambda: store.checkpoint(manifest).verify("full")):
+        with pytest.raises(ValueError, match="is unknown: give 'digest', 'size' or 'none'"):
+            verify()
+
+
 @pytest.mark.parametrize("data", [b"", b'{"body":'])
 def test_a_manifest_that_was_cut_is_set_aside(store, tmp_path, data):
     first, second = fill(store, tmp_path, 1, 2)
