@@ -117,6 +117,6 @@ def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:
 def _print(finding: Finding) -> None:
     advice = f" -> {finding.advice}" if finding.advice else ""
     line = Text.assemble(
-        (f"{finding.status:<9}", STATUS_STYLES[finding.status]), f"{finding.check:<16}", plain(f"{finding.found}{advice}")
+        (f"{finding.status:<9}", STATUS_STYLES[finding.status]), f"{finding.check:<15} ", plain(f"{finding.found}{advice}")
     )
     console().print(line)

@@ -86,6 +86,12 @@ def test_each_machine_connects_to_the_agents_of_the_others(monkeypatch):
     assert machine_report._unreached(gone) == {"b": f"127.0.0.1:{gone['b'].port}: [Errno 111] Connection refused"}
 
 
+def test_a_long_name_is_parted_from_what_is_said_of_the_machine(command, tmp_path):
+    cluster = {"hosts": ["node-17.gpu.example"], "command": "echo no route {host} >&2; exit 255", "wait_s": 0}
+    _, out, _ = command("doctor", str(tmp_path / "store"), "--cluster", json.dumps(cluster))
+    assert "machine node-17.gpu.example its command ended" in out
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
