@@ -47,11 +47,11 @@ class CommitFailedError(CheckpointError):
     """A reported checkpoint was not committed: the previous one is still the latest.
 
     Attributes:
-        rank: The rank that could not store its part, on every rank; None for any other reason.
+        ranks: The ranks that could not store their parts, on every rank; none for any other reason.
 
     """
 
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
 
 
 class PeerGoneError(CommitFailedError):

@@ -28,7 +28,7 @@ from prefect_torch.ckpt.text import utc_now
 from .background import BackgroundCommits
 from .events import CommitEvent, EventSender, ReportEvent
 from .overhead import CommitCosts
-from .rank_part import CommitJob, RankPart, StagedReport, store_part
+from .rank_part import CommitJob, RankPart, StagedReport, decode_parts, store_part
 
 _logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest 
     manifest: Manifest | None = None
     decision = b"{}"
     try:
-        manifest = write_manifest(run, job, [RankPart.decode(part, rank) for rank, part in enumerate(parts)])
+        manifest = write_manifest(run, job, decode_parts(parts))
     except Exception as exc:  # noqa: BLE001 - raised below, and on the other ranks, which wait for the decision
         decision = RemoteError.of(exc).encode()
     raise_error(peers.decide(decided, decision))

@@ -184,12 +184,31 @@ class RankPart:
             if part["error"]["kind"] == FencedError.__name__:
                 raise FencedError(part["error"]["message"])
             kind = StorageFullError if part["error"]["kind"] == StorageFullError.__name__ else CommitFailedError
-            error = kind(
+            raise kind(
                 f"rank {rank} could not store its part: {part['error']['message']}; the previous checkpoint is still the latest"
             )
-            error.rank = rank
-            raise error
         return cls(list(map(FileEntry, *part["files"])), part["state"], part["stall_s"], part["stored_s"])
+
+
+def decode_parts(messages: Sequence[bytes]) -> list[RankPart]:
+    """Return the parts of all ranks, by rank.
+
+    Raises:
+        CommitFailedError: The error of the first rank that could not store its part, with the numbers of all of them.
+        FencedError: If the run is gone.
+
+    """
+    parts, errors = [], {}
+    for rank, message in enumerate(messages):
+        try:
+            parts.append(RankPart.decode(message, rank))
+        except CommitFailedError as exc:
+            errors[rank] = exc
+    if errors:
+        first = errors[min(errors)]
+        first.ranks = tuple(errors)
+        raise first
+    return parts
 
 
 def store_part(run: Run, job: CommitJob, rank: int) -> bytes:

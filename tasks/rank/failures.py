@@ -97,15 +97,15 @@ def of_exception(
 
     Args:
         error: The exception.
-        rank: The rank: another one may be the cause of a failed commit, and its machine.
+        rank: The rank: others may be the cause of a failed commit, and their machines.
         in_function: Whether the user's function was running. Before that, "user" becomes "infrastructure".
         oom_killed: Whether the kernel has killed a process for lack of memory meanwhile, such as a data loader's worker.
         is_gpu_shared: Whether others hold memory of the GPU; a lack of memory then says nothing about the function.
 
     """
     kind = _of_error(error, oom_killed=oom_killed)
-    if kind == "infrastructure" and isinstance(error, CommitFailedError) and None not in (rank, error.rank):
-        return kind if rank == error.rank else "peer"
+    if kind == "infrastructure" and isinstance(error, CommitFailedError) and error.ranks and rank not in (None, *error.ranks):
+        return "peer"
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
         return "infrastructure"
     return "infrastructure" if kind == "user" and not in_function else kind

@@ -1,7 +1,7 @@
 """An error that one rank found and every rank must raise, in a form that travels as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from prefect_torch.ckpt import errors
 from prefect_torch.ckpt.errors import (
@@ -22,19 +22,19 @@ class RemoteError:
     Attributes:
         kind: The name of its class in `errors`.
         message: Its text.
-        rank: The rank that could not store its part of a checkpoint, if that is the error.
+        ranks: The ranks that could not store their parts of a checkpoint, if that is the error.
 
     """
 
     kind: str
     message: str
-    rank: int | None = None
+    ranks: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException) -> "RemoteError":
         """Return the error that other ranks must raise for `error`: itself, or a CommitFailedError that names it."""
         if isinstance(error, (CommitFailedError, FencedError, ReportMismatchError)):
-            return cls(type(error).__name__, clip(str(error)), getattr(error, "rank", None))
+            return cls(type(error).__name__, clip(str(error)), list(getattr(error, "ranks", ())))
         if is_of_full_disk(error):
             return cls(StorageFullError.__name__, clip(str(error)))
         return cls(CommitFailedError.__name__, clip(f"{type(error).__name__}: {error}"))
@@ -43,7 +43,7 @@ class RemoteError:
         """Return the exception to raise."""
         error: CheckpointError = getattr(errors, self.kind)(self.message)
         if isinstance(error, CommitFailedError):
-            error.rank = self.rank
+            error.ranks = tuple(self.ranks)
         return error
 
     def encode(self) -> bytes:

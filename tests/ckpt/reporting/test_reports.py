@@ -513,12 +513,13 @@ def test_a_background_commit_survives_an_exception_of_the_training(store, tmp_pa
     assert len(store.list()) == 1
 
 
+@pytest.mark.parametrize("failing", [{1}, {0, 1}])
 @pytest.mark.parametrize("upload", ["sync", "async"])
-def test_the_error_of_a_commit_has_the_rank_that_could_not_store_its_part(store, tmp_path, monkeypatch, upload):
+def test_the_error_of_a_commit_has_the_ranks_that_could_not_store_their_parts(store, tmp_path, monkeypatch, upload, failing):
     store_of_rank = rank_part._store
 
     def refuse(run, job, rank):
-        if rank == 1:
+        if rank in failing:
             raise StorageError("no answer")
         return store_of_rank(run, job, rank)
 
@@ -529,8 +530,9 @@ def test_the_error_of_a_commit_has_the_rank_that_could_not_store_its_part(store,
             session.report({}, folder(tmp_path / str(rank), **{f"{name}{rank}": "x"}), upload=upload)
 
     errors = Attempt(store, 2).run(train)
-    assert [error.rank for error in errors] == [1, 1]
-    assert all(str(error).startswith("rank 1 could not store its part: StorageError: no answer") for error in errors)
+    assert [error.ranks for error in errors] == [tuple(failing)] * 2
+    first = f"rank {min(failing)} could not store its part: StorageError: no answer"
+    assert all(str(error).startswith(first) for error in errors)
 
 
 def test_a_rank_that_cannot_store_its_part_fails_the_commit_on_every_rank(store, tmp_path, monkeypatch):

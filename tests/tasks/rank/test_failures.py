@@ -114,14 +114,14 @@ def test_an_exception_counts_by_its_type(error, kind):
     assert of_exception(error) == kind
 
 
-def test_a_commit_that_fails_because_of_one_rank_is_the_failure_of_that_rank():
-    """So the error names its machine, which is avoided if it fails again and again."""
+def test_a_failed_commit_is_the_failure_of_the_ranks_that_could_not_store_their_parts():
+    """So the error names their machine, which is avoided if it fails again and again, unless all ranks fail."""
     error = CommitFailedError("rank 1 could not store its part: no answer")
-    error.rank = 1
+    error.ranks = (1, 2)
     sent = pickle.loads(pickle.dumps(error))
-    assert [of_exception(sent, rank=rank) for rank in range(3)] == ["peer", "infrastructure", "peer"]
+    assert [of_exception(sent, rank=rank) for rank in range(4)] == ["peer", "infrastructure", "infrastructure", "peer"]
     full = StorageFullError("rank 1 could not store its part: no space left")
-    full.rank = 1
+    full.ranks = (1,)
     assert of_exception(full, rank=0) == "user"
 
 
