@@ -81,7 +81,8 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
         name = name_of(value)
     else:
         raise TypeError(f"{parameter} must be a function or 'module:function', not {type(function).__name__}")
-    check_is_package("torch")
+    for package in ("torch", "numpy"):  # torch imports numpy, if there is one
+        check_is_package(package)
     return PackedFunction(
         reference=reference,
         payload=_dump(value, config, f"{parameter} {name}"),

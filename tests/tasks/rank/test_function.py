@@ -208,6 +208,7 @@ def test_a_rank_that_would_start_ranks_itself_is_refused():
     [
         ("prefect", "import prefect_torch.flows"),
         ("torch", "from prefect_torch.tasks.rank.user_code.function import pack_function as pack; pack('os:getcwd', None)"),
+        ("numpy", "from prefect_torch.tasks.rank.user_code.function import pack_function as pack; pack('os:getcwd', None)"),
     ],
 )
 def test_a_file_that_is_found_in_the_place_of_a_package_is_named(tmp_path, name, statement):
