@@ -250,7 +250,8 @@ def _naming_pruned(key: str, source: Storage) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as exc:
-        if find_size(source, key) is not None:  # the target lacks something
+        path = source.local_path(key)
+        if find_size(source, key) is not None or (path is not None and path.exists()):  # the target lacks something, or no file
             raise
         raise CheckpointNotFoundError(
             f"{source.url}/{key} is gone: its checkpoint was pruned or deleted while it was copied; the same command copies "
