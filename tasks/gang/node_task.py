@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
 from prefect_torch.tasks.rank.failures import cause_of
-from prefect_torch.tasks.rank.rendezvous import connect
+from prefect_torch.tasks.rank.rendezvous import WITHIN_LEADER, connect
 from prefect_torch.tasks.rank.spec import RankSpec
 
 from .rank_groups import RankGroup
@@ -58,7 +58,7 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
 
         running = [pool.submit(copy_context().run, run, spec) for spec in group.specs]
         try:
-            connected.set_result(connect(group.specs[0].rendezvous))
+            connected.set_result(connect(group.specs[0].rendezvous, tries_for=WITHIN_LEADER))
         except BaseException as exc:
             connected.set_exception(exc)
             raise

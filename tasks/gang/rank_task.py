@@ -18,7 +18,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.tasks.gang.processes.local_rank import LocalRank
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import CONSEQUENCES
-from prefect_torch.tasks.rank.rendezvous import connect, heartbeat_key
+from prefect_torch.tasks.rank.rendezvous import WITHIN_LEADER, connect, heartbeat_key
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -101,7 +101,7 @@ def train_rank(
             caused the failure, the state is Cancelled.
 
     """
-    connected = cache(partial(connect, spec.rendezvous))
+    connected = cache(partial(connect, spec.rendezvous, tries_for=WITHIN_LEADER))
     heartbeat = Heartbeat(connected, spec.rank)
     with heartbeat.kept_up():
         return run_rank(spec, machine, stop or StopOrder(), heartbeat, log or RankLog(spec.rank))

@@ -11,6 +11,7 @@ from typing import Any
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended by its report, because of TERMINATION_KEY
 _CONNECT_TIMEOUT = timedelta(seconds=60)
+WITHIN_LEADER = timedelta(seconds=5)  # for `connect` by a thread of the leader, whose rendezvous listens already
 _WAIT_TIMEOUT = timedelta(minutes=30)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
@@ -74,19 +75,20 @@ class Rendezvous:
         self._socket.close()
 
 
-def connect(address: Address, timeout_s: float | None = None) -> "TcpKeyValue":
-    """Return a rank's end.
+def connect(address: Address, timeout_s: float | None = None, *, tries_for: timedelta | None = None) -> "TcpKeyValue":
+    """Return a rank's end; waits without a limit for a leader that listens and has yet to serve.
 
     Args:
         address: The address of the rendezvous.
         timeout_s: How long process groups wait in its store for each other's keys, such as NCCL for the id that rank 0 makes:
             longer than the difference between the slowest and the fastest import of a training function. Half an hour if None.
+        tries_for: How long an address at which nothing listens is tried again. A minute if None.
 
     Raises:
-        torch.distributed.DistNetworkError: If no rendezvous listens there.
+        torch.distributed.DistNetworkError: If no rendezvous listens there, or no longer.
 
     """
-    store = _tcp_store(address.host, address.port, is_master=False, timeout=_CONNECT_TIMEOUT)
+    store = _tcp_store(address.host, address.port, is_master=False, timeout=tries_for or _CONNECT_TIMEOUT)
     store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
     return TcpKeyValue(store)
 

@@ -43,6 +43,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.gang import gang_run, rank_groups
+from prefect_torch.tasks.rank import rendezvous
 from prefect_torch.tasks.training import leadership
 from pydantic import ValidationError
 from trainings import ENDS, returned_end
@@ -540,6 +541,23 @@ def test_a_function_that_cannot_travel_is_named_before_anything_starts(run, tmp_
     with pytest.raises(TypeError, match="cannot travel"):
         train(lambda: lock, run=run)
     assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_gets_no_thread_fails_the_training_in_seconds(run, monkeypatch):
+    """Its ranks and their task runs wait for it already, and tried again for a minute and a half."""
+    make_store = rendezvous._tcp_store
+
+    def fail_to_serve(*arguments, is_master, **options):
+        if not is_master:
+            return make_store(*arguments, is_master=False, **options)
+        time.sleep(1)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rendezvous, "_tcp_store", fail_to_serve)
+    began_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        train(lambda: None, scaling=ScalingConfig(num_workers=2), run=run)
+    assert time.monotonic() - began_s < 40
 
 
 def test_a_configuration_may_hold_what_is_no_json(run):
