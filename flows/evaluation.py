@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any
 
 from prefect import flow
@@ -10,9 +11,9 @@ from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
-from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, numbers_in
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
-from prefect_torch.ckpt.text import as_command
+from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -25,6 +26,7 @@ from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.user_code.function import pack_function
@@ -35,6 +37,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import find_named, gpus_for, machines_for
 from .interruptions import cancellable
+from .monitoring.messages import evaluation_flow_run_name
+from .monitoring.text import show_number
 
 _POLL_S = 0.05
 _MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage may have refused it only once
@@ -43,6 +47,7 @@ _MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage ma
 @short_tracebacks
 @flow(
     name="evaluate",
+    flow_run_name=evaluation_flow_run_name,
     description="Evaluates checkpoints of a run on several ranks, during its training or after it, and attaches the metrics.",
     task_runner=ONE_THREAD_PER_RANK,
     persist_result=False,
@@ -176,7 +181,9 @@ def evaluate(
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
     with outlast_api_outages(), cancellable(termination):
-        return _evaluate_all(partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination), chosen)
+        evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
+        evaluated = _evaluate_all(evaluate_one, chosen)
+    return completed(_summarize(evaluated), evaluated)
 
 
 def _pause(seconds: float, termination: Termination) -> None:
@@ -263,6 +270,15 @@ def _evaluate_all(
     if failure is not None:
         raise failure
     return evaluated
+
+
+def _summarize(evaluated: dict[str, Metrics]) -> str:
+    """Return an evaluation in one line, such as "3 checkpoints, accuracy 0.94 of the last": its first metric."""
+    first = islice(numbers_in(next(reversed(evaluated.values()), {})), 1)
+    which = " of the last" if len(evaluated) > 1 else ""
+    return ", ".join(
+        [show_count(len(evaluated), "checkpoint"), *(f"{name} {show_number(value)}{which}" for name, value in first)]
+    )
 
 
 def _is_final(error: Exception) -> bool:

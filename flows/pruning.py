@@ -9,11 +9,12 @@ from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
-from prefect_torch.ckpt.text import as_command
+from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
+from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
@@ -79,7 +80,8 @@ def prune(
     found = {run: [manifest.id for manifest in future.result().drop] for run, future in pruned.items()}
     if refused:
         raise refused[0]
-    return found
+    dropped = show_count(sum(map(len, found.values())), "checkpoint")
+    return completed(f"{show_count(len(found), 'run')}, {dropped} {'to delete' if dry_run else 'deleted'}", found)
 
 
 def _read_policies(

@@ -1,6 +1,7 @@
 """Texts about a training in Prefect's list of runs and at the terminal: its name, the location of its checkpoints."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from prefect.blocks.core import Block
 from prefect.client.schemas.objects import FlowRun
@@ -27,12 +28,25 @@ def flow_run_name() -> str:
 
     A training without a name gets one made from the flow run's name, which therefore stays as it is.
     """
-    context = FlowRunContext.get()
-    assert context is not None, "Prefect asks for the name within the flow run"
+    return _with_name(RunConfig.model_validate(_parameters().get("run") or {}).name)
+
+
+def evaluation_flow_run_name() -> str:
+    """Return the name of the flow run that begins: with the run and the name of its evaluation in front, if that is of one."""
+    run = _parameters().get("run")
+    return _with_name(f"{run}-{_parameters().get('name')}" if run else None)
+
+
+def _with_name(given: str | None) -> str:
     this = current_flow_run()
-    given = RunConfig.model_validate((context.parameters or {}).get("run") or {}).name
     is_named = given is None or this.name == given or this.name.startswith(f"{given}-") or Restart.of(this) is not None
     return this.name if is_named else f"{given}-{this.name}"
+
+
+def _parameters() -> dict[str, Any]:
+    context = FlowRunContext.get()
+    assert context is not None, "Prefect asks for the name within the flow run"
+    return context.parameters or {}
 
 
 def current_flow_run() -> FlowRun:

@@ -14,6 +14,8 @@ from uuid import uuid4
 import pytest
 from forked_programs import Popen, started_as_usual
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from prefect.utilities.callables import parameter_schema
@@ -135,6 +137,16 @@ def test_what_cannot_be_attached_is_refused_in_the_rank_that_returned_it(returne
     spec = SimpleNamespace(function=SimpleNamespace(name="m:f"))
     with pytest.raises((TypeError, ValueError), match=told):
         _as_metrics(returned, spec)
+
+
+def test_the_list_of_runs_says_what_was_evaluated_and_how_it_ended(tmp_path):
+    fill(tmp_path, [0, 1])
+    for _ in range(2):
+        evaluate("evaluations:measure", str(tmp_path / "store"), "run", name="test")
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=2)
+    assert [it.state.message for it in newest] == ["0 checkpoints", "2 checkpoints, accuracy 0.9 of the last"]
+    assert all(it.name.startswith("run-test-") for it in newest)
 
 
 def test_what_was_evaluated_is_not_evaluated_again_unasked(tmp_path):

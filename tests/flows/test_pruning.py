@@ -158,7 +158,8 @@ def test_a_sweep_that_is_named_is_told_to_have_trials(tmp_path, caplog):
     sweep.put_json(sweep.layout.sweep, {})
     assert prune(str(tmp_path / "store")) == {"searched": []}
     assert "is a sweep" not in caplog.text
-    assert prune(str(tmp_path / "store"), ["searched"]) == {"searched": []}
+    state = prune(str(tmp_path / "store"), ["searched"], return_state=True)
+    assert (state.message, state.result()) == ("1 run, 0 checkpoints deleted", {"searched": []})
     assert "run 'searched' is a sweep: give its trials to prune, as prefect-torch best" in caplog.text
 
 
