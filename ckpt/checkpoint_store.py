@@ -60,7 +60,7 @@ class CheckpointStore(Run):
         return self.find_newest(self.read_or_leave_out)
 
     def best(self, k: int = 1, attribute: str | None = None, order: Order = "max") -> builtins.list[Manifest]:
-        """Return the `k` best checkpoints, best first; the newest ones without an attribute.
+        """Return the `k` best checkpoints, best first; the newest ones without an attribute, or if none has a number there.
 
         Args:
             k: How many at most.
