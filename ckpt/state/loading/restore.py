@@ -262,7 +262,7 @@ def _has_names(target: Any, value: Any) -> bool:
 
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:
-    return lambda: target.__setitem__(key, get())
+    return lambda: target.update(in_form_of(target, {key: get()}))
 
 
 def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Callable[[], None]:

@@ -21,6 +21,8 @@ from prefect_torch.ckpt.state.objects.tensors import (
 )
 from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
+_WITH_FORM = (torch.Tensor, dict, list, tuple)  # of which `in_form_of` takes something from what was there
+
 
 def filled(target: Any, value: Any) -> Any:
     """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`."""
@@ -41,16 +43,23 @@ def in_form_of(former: Any, value: Any) -> Any:
     """Return `value` with what `former` has in the same places: the devices of tensors, and the factories of defaultdicts.
 
     Tensors of a tuple, such as the hidden state of an LSTM, are stored as one value, which is read on the CPU. A defaultdict is
-    stored as a dict.
+    stored as a dict. Where it has no item yet, what its factory makes has the form.
     """
     if isinstance(former, torch.Tensor) and isinstance(value, torch.Tensor):
         return value if former.is_meta else value.to(former.device)
     if isinstance(former, Mapping) and type(value) is dict:
-        items = {key: in_form_of(former.get(key), item) for key, item in value.items()}
+        items = {key: in_form_of(_item_like(former, key, item), item) for key, item in value.items()}
         return defaultdict(former.default_factory, items) if type(former) is defaultdict else items
     if type(former) is type(value) in (list, tuple) and len(former) == len(value):
         return type(value)(map(in_form_of, former, value))
     return value
+
+
+def _item_like(former: Mapping[Any, Any], key: Any, item: Any) -> Any:
+    """Return what `former` has, or would make, under `key`, as the form of `item`; None if it has nothing."""
+    if type(former) is defaultdict and former.default_factory and key not in former and isinstance(item, _WITH_FORM):
+        return former.default_factory()
+    return former.get(key)
 
 
 def with_versions(fresh: Any, value: Any) -> Any:

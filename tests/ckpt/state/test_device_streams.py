@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import weakref
+from collections import defaultdict
 
 import pytest
 import simulated_gpu as gpu
@@ -449,6 +450,15 @@ def test_tensors_of_a_tuple_are_loaded_to_the_devices_of_those_that_it_has(tmp_p
     for found in (loaded["hidden"], loaded["of each layer"][0], loaded["it"].hidden):
         assert [it.device for it in found] == [gpu.DEVICE, torch.device("cpu")]
         assert all(bool((it.cpu() == 2).all()) for it in found)
+
+
+@on_simulated_gpu
+def test_tensors_of_an_empty_defaultdict_are_loaded_to_the_device_of_those_that_it_makes(tmp_path):
+    sums, loaded = (defaultdict(lambda: torch.zeros(3, device=gpu.DEVICE)) for _ in range(2))
+    sums["train"] += 2
+    stored(CheckpointStore.open(tmp_path, "run"), lambda _: {"sums": dict(sums)}).load_state({"sums": loaded})
+    assert loaded["train"].device == gpu.DEVICE
+    assert loaded["train"].tolist() == [2, 2, 2]
 
 
 class Average:

@@ -86,6 +86,23 @@ def test_a_defaultdict_is_stored_and_goes_on_to_make_what_it_lacks(store):
     assert {name: it.tolist() for name, it in loaded["of tensors"].items()} == {"train": [1, 1], "val": [2, 2]}
 
 
+def test_a_defaultdict_has_its_items_as_its_factory_makes_them(store):
+    def make():
+        return {
+            "empty": defaultdict(lambda: defaultdict(list)),
+            "begun": defaultdict(lambda: defaultdict(list), {"a": torch.ones(2)}),
+        }
+
+    state = make()
+    for losses in state.values():
+        losses["train"]["loss"].append(0.5)
+    loaded = make()
+    stored(store, state).load_state(loaded)
+    for losses in loaded.values():
+        losses["train"]["accuracy"].append(0.25)
+        assert losses["train"] == {"loss": [0.5], "accuracy": [0.25]}
+
+
 @pytest.mark.parametrize("target", [torch.nn.Linear(2, 2), [1], None])
 def test_what_gives_nothing_a_name_is_told_how(store, target):
     checkpoint = stored(store, {"model": torch.nn.Linear(2, 2)})
