@@ -96,7 +96,8 @@ class _Restore:
         plan = self._plan
         if is_stateful(target):
             # A loader's state_dict() would begin an iteration: torchdata's start workers, and one would not begin another.
-            fresh = {} if isinstance(target, Iterable) and not isinstance(target, Mapping) else target.state_dict()
+            is_loader = isinstance(target, Iterable) and not hasattr(type(target), "__getitem__")
+            fresh = {} if is_loader else target.state_dict()
             get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
             finish.append(lambda: target.load_state_dict(in_form_of(fresh, with_versions(fresh, get()))))

@@ -487,6 +487,35 @@ def test_all_tensors_of_an_object_are_loaded_into_those_that_it_has_on_the_gpu(w
             assert before[name][0].item() == (2.0 if before[name].dtype == torch.float32 else 0)
 
 
+class ReplayBuffer:
+    """An object with tensors on the device that is iterated over as a list is."""
+
+    def __init__(self, value):
+        self.rewards = [torch.full((size,), value, device=gpu.DEVICE) for size in (3, 100_000)]
+
+    def __getitem__(self, index):
+        return self.rewards[index]
+
+    def __iter__(self):
+        return iter(self.rewards)
+
+    def state_dict(self):
+        return {"rewards": self.rewards}
+
+    def load_state_dict(self, state):
+        self.rewards = state["rewards"]
+
+
+@on_simulated_gpu
+def test_tensors_of_an_object_with_items_are_loaded_into_those_that_it_has_on_the_gpu(tmp_path):
+    buffer = ReplayBuffer(0.0)
+    before = list(buffer)
+    stored(CheckpointStore.open(tmp_path, "run"), lambda _: {"buffer": ReplayBuffer(2.0)}).load_state({"buffer": buffer})
+    for tensor, former in zip(buffer, before, strict=True):
+        assert tensor.data_ptr() == former.data_ptr()
+        assert (tensor.device, tensor[0].item()) == (gpu.DEVICE, 2.0)
+
+
 MUTANTS = {
     "staging does not wait": (
         test_a_report_stores_the_values_of_its_call,
