@@ -38,7 +38,7 @@ _HINTS = {  # by a part of object_store's text
         "; the URL does not name the account: give AZURE_STORAGE_ACCOUNT_NAME, or an AzureBlobStorageContainer block"
     ),
 }
-_AZURE_ENDPOINT_VARIABLES = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_ENDPOINT_VARIABLES = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 _ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
 # object_store knows several names for one setting and rejects two of them together.
 _ALIASES = {
@@ -112,7 +112,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         )
     if is_s3 and "root_certificate" not in client and (bundle := os.environ.get("AWS_CA_BUNDLE")):
         client["root_certificate"] = _read_certificates(bundle)
-    endpoints = [] if is_s3 else [os.environ.get(name, "") for name in _AZURE_ENDPOINT_VARIABLES]  # which object_store reads
+    endpoints = [] if is_s3 else [os.environ.get(name, "") for name in _ENDPOINT_VARIABLES]  # which object_store reads
     if any(str(value).startswith("http://") for value in (*config.values(), *endpoints)):
         client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service

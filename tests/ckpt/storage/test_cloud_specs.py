@@ -41,6 +41,15 @@ def test_a_gcs_bucket_is_opened_with_the_key_of_its_service_account(kind, tmp_pa
             storage.get_bytes("run/y")
 
 
+def test_the_address_of_a_gcs_server_may_be_given_by_its_variable(monkeypatch):
+    with keeping_objects() as (endpoint, objects):
+        key = service_account_key(endpoint)
+        monkeypatch.setenv("GOOGLE_BASE_URL", str(key.pop("gcs_base_url")))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
+        open_storage(replace(parse_storage("gs://bucket/runs"), retry=RetryPolicy(0.0))).put_bytes("run/x", b"1")
+        assert objects == {"runs/run/x": b"1"}
+
+
 @pytest.mark.parametrize("kind", ["external_account", "impersonated_service_account"])
 def test_a_login_of_google_that_the_client_does_not_know_is_refused_with_those_that_it_does(monkeypatch, tmp_path, kind):
     (tmp_path / "login.json").write_text(json.dumps({"type": kind, "client_secret": "s3cr3t"}))
