@@ -1,7 +1,7 @@
 """The load of a state into live objects, in place: every difference is found before anything changes."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -96,7 +96,7 @@ class _Restore:
         plan = self._plan
         if is_stateful(target):
             # A loader's state_dict() would begin an iteration: torchdata's start workers, and one would not begin another.
-            is_loader = isinstance(target, Iterable) and not hasattr(type(target), "__getitem__")
+            is_loader = hasattr(type(target), "__iter__") and not hasattr(type(target), "__getitem__")
             fresh = {} if is_loader else target.state_dict()
             get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
