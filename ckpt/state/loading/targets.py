@@ -25,9 +25,12 @@ _WITH_FORM = (torch.Tensor, dict, list, tuple)  # of which `in_form_of` takes so
 
 
 def filled(target: Any, value: Any) -> Any:
-    """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`."""
+    """Return `target` filled with `value` if both are containers of one kind, since others may hold `target`; else `value`.
+
+    Every kind of dict with tensors is stored as a dict.
+    """
     value = in_form_of(target, value)
-    if type(target) is not type(value):
+    if type(target) is not type(value) and not (isinstance(target, dict) and type(value) is dict):
         return value
     if isinstance(target, list):
         target[:] = value
@@ -40,16 +43,19 @@ def filled(target: Any, value: Any) -> Any:
 
 
 def in_form_of(former: Any, value: Any) -> Any:
-    """Return `value` with what `former` has in the same places: the devices of tensors, and the factories of defaultdicts.
+    """Return `value` with what `former` has in the same places: the devices of tensors, and the kinds of dicts.
 
     Tensors of a tuple, such as the hidden state of an LSTM, are stored as one value, which is read on the CPU. A defaultdict is
-    stored as a dict. Where it has no item yet, what its factory makes has the form.
+    stored as a dict, and an OrderedDict with tensors, too. Where a defaultdict has no item yet, what its factory makes has the
+    form.
     """
     if isinstance(former, torch.Tensor) and isinstance(value, torch.Tensor):
         return value if former.is_meta else value.to(former.device)
     if isinstance(former, Mapping) and type(value) is dict:
         items = {key: in_form_of(_item_like(former, key, item), item) for key, item in value.items()}
-        return defaultdict(former.default_factory, items) if type(former) is defaultdict else items
+        if type(former) is defaultdict:
+            return defaultdict(former.default_factory, items)
+        return OrderedDict(items) if type(former) is OrderedDict else items
     if type(former) is type(value) in (list, tuple) and len(former) == len(value):
         return type(value)(map(in_form_of, former, value))
     return value

@@ -55,6 +55,41 @@ def test_containers_are_filled_and_not_replaced_since_their_owner_may_hold_them_
     assert state["own"].value is own
 
 
+class Options(dict):
+    """A dict of a user's own."""
+
+
+class Cache:
+    """An object whose items have an order that it changes."""
+
+    def __init__(self):
+        self.items = OrderedDict()
+
+    def state_dict(self):
+        return {"items": self.items}
+
+    def load_state_dict(self, state):
+        self.items = state["items"]
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, Options])
+def test_a_kind_of_dict_that_begins_empty_is_filled_with_tensors(store, kind):
+    held = kind()
+    state = {"held": held}
+    stored(store, {"held": kind(b=torch.ones(2), a=torch.zeros(1))}).load_state(state)
+    assert state["held"] is held
+    assert {name: tensor.tolist() for name, tensor in held.items()} == {"b": [1, 1], "a": [0]}
+    assert list(held) == ["b", "a"]
+
+
+def test_an_object_gets_an_ordered_dict_of_tensors_as_one(store):
+    cache, loaded = Cache(), Cache()
+    cache.items.update(b=torch.ones(2), a=torch.zeros(1))
+    stored(store, {"cache": cache}).load_state({"cache": loaded})
+    loaded.items.move_to_end("b")
+    assert list(loaded.items) == ["a", "b"]
+
+
 class History:
     """An object with a dict of lists that begin empty."""
 
