@@ -10,6 +10,7 @@ pydantic takes a tenth of a second to import in each rank.
 
 import reprlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from datetime import MAXYEAR, MINYEAR, datetime
 from functools import cache
@@ -111,7 +112,7 @@ def reader_of(hint: Any) -> Reader:  # noqa: PLR0911 - a case for each kind of t
     if origin is Literal:
         return _one_of(arguments)
     if origin in (Union, UnionType):
-        return _first_fit([reader_of(argument) for argument in arguments])
+        return _first_fit(arguments)
     if origin in (dict, Mapping):
         return _mapping(reader_of(arguments[1]))
     if origin in (tuple, list):
@@ -200,8 +201,14 @@ def _one_of(values: tuple[object, ...]) -> Reader:
     return read
 
 
-def _first_fit(readers: list[Reader]) -> Reader:
+def _first_fit(hints: tuple[Any, ...]) -> Reader:
+    readers = [reader_of(hint) for hint in hints]
+    likely = _by_kind(hints)
+
     def read(value: object) -> object:
+        if type(value) in likely:
+            with suppress(FieldError):
+                return likely[type(value)](value)
         problems: list[FieldError] = []
         for reader in readers:
             try:
@@ -211,6 +218,18 @@ def _first_fit(readers: list[Reader]) -> Reader:
         raise problems[0]
 
     return read
+
+
+def _by_kind(hints: tuple[Any, ...]) -> dict[type, Reader]:
+    """Return the reader of each type of value, where none for another type takes it, too: an error costs far more."""
+    if any(hint in (float, Any) for hint in hints):  # either takes whole numbers, too
+        return {}
+    found: dict[type, Reader] = {}
+    for hint in hints:
+        kind = hint if hint in (str, int, bool, type(None)) else list if get_origin(hint) in (tuple, list) else None
+        if kind is not None:
+            found.setdefault(kind, reader_of(hint))
+    return found
 
 
 def _mapping(read: Reader) -> Reader:
