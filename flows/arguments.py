@@ -107,19 +107,19 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
 
 
-def initial_checkpoint(resume_from: str | Checkpoint, storage: StorageSpec) -> CheckpointRef:
+def initial_checkpoint(resume_from: str | Path | Checkpoint, storage: StorageSpec) -> CheckpointRef:
     """Return the checkpoint that `resume_from` of `train` means, without a request to the storage.
 
     Raises:
         ValueError: If `resume_from` means none.
 
     """
-    if isinstance(resume_from, str):
-        return find_named(resume_from, storage)
-    return _committed(resume_from)
+    if isinstance(resume_from, Checkpoint):
+        return _committed(resume_from)
+    return find_named(name_checkpoint(resume_from), storage)
 
 
-def name_checkpoint(resume_from: str | Checkpoint) -> str:
+def name_checkpoint(resume_from: str | Path | Checkpoint) -> str:
     """Return the text that means the same checkpoint as `resume_from` of `train`.
 
     Raises:
@@ -128,6 +128,8 @@ def name_checkpoint(resume_from: str | Checkpoint) -> str:
     """
     if isinstance(resume_from, str):
         return resume_from
+    if isinstance(resume_from, Path):
+        return str(resume_from.absolute())
     _committed(resume_from)
     return resume_from.path
 

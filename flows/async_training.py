@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
+from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt import Checkpoint
@@ -22,7 +23,7 @@ async def atrain(
     run: RunConfig | None = None,
     checkpoint: CheckpointConfig | None = None,
     failure: FailureConfig | None = None,
-    resume_from: str | Checkpoint | None = None,
+    resume_from: str | Path | Checkpoint | None = None,
 ) -> Result:
     """Train as `train` does, without blocking the event loop: the flow runs in a thread, as a subflow of the caller's flow.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointNotFoundError, CheckpointStore, StorageSpec
@@ -83,7 +84,7 @@ def plan(
     run: RunConfig | None = None,
     checkpoint: CheckpointConfig | None = None,
     failure: FailureConfig | None = None,
-    resume_from: str | Checkpoint | None = None,
+    resume_from: str | Path | Checkpoint | None = None,
 ) -> TrainingPlan:
     """Return what `train` with these arguments would do on this machine now; starts nothing and changes nothing.
 
@@ -199,7 +200,7 @@ def compare_grace(failure: FailureConfig, given_s: float, what: str, remedy: str
 
 
 def _look_at_run(
-    spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig, resume_from: str | Checkpoint | None
+    spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig, resume_from: str | Path | Checkpoint | None
 ) -> TrainingPlan:
     try:
         initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from prefect import flow
@@ -34,7 +35,7 @@ from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, InstanceOf
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import gpus_for, initial_checkpoint, machines_for, restarted_by_this
@@ -92,7 +93,7 @@ def train(
         shown_as("Failures", "How often the training is restarted, from its latest checkpoint."),
     ] = None,
     resume_from: Annotated[
-        str | SkipJsonSchema[Checkpoint] | None,
+        str | SkipJsonSchema[InstanceOf[Path]] | SkipJsonSchema[Checkpoint] | None,
         WithoutNull(),
         BeforeValidator(none_if_empty),
         shown_as(
@@ -187,7 +188,7 @@ def _job(
     run: RunConfig,
     checkpoint: CheckpointConfig,
     failure: FailureConfig,
-    resume_from: str | Checkpoint | None,
+    resume_from: str | Path | Checkpoint | None,
 ) -> TrainJob:
     storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
     working_dir = None if run.working_dir is None else pack_directory(run.working_dir, storage.url)

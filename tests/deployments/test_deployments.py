@@ -55,7 +55,7 @@ def test_a_deployment_carries_its_parameters_as_json():
 def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
     store = CheckpointStore.open(str(tmp_path), "base")
     manifest = commit(store, 3)
-    for given in (f"base/{manifest.id}", store.checkpoint(manifest)):
+    for given in (f"base/{manifest.id}", store.checkpoint(manifest), Path(store.path_of(manifest.id))):
         deployment = make_deployment("tuned", "my_training:train_fn", resume_from=given)
         assert initial_checkpoint(deployment.parameters["resume_from"], StorageSpec(str(tmp_path))).checkpoint_id == manifest.id
     with pytest.raises(ValueError, match="give a committed checkpoint, its path or URL, or 'run/id'"):

@@ -293,7 +293,7 @@ def test_another_runs_checkpoint_seeds_a_new_run_and_is_its_parent(run):
     assert result.return_value == {"begun": 2, "attempt": 1}
     assert (result.resumed_from, result.checkpoint.step) == (seed.path, 2)
     assert result.checkpoint.manifest.parent == seed.path
-    again = train("trainings:train_epochs", epochs(4), run=other, resume_from=seed.path)
+    again = train("trainings:train_epochs", epochs(4), run=other, resume_from=Path(seed.path))
     assert again.return_value == {"begun": 3, "attempt": 2}  # its own checkpoint comes first
     assert seed.store.pinned() == frozenset()  # as while it had none of its own
 
