@@ -34,7 +34,8 @@ def flow_run_name() -> str:
 def evaluation_flow_run_name() -> str:
     """Return the name of the flow run that begins: with the run and the name of its evaluation in front, if that is of one."""
     run = _parameters().get("run")
-    return _with_name(f"{run}-{_parameters().get('name')}" if run else None)
+    name = encodable(f"{run}-{_parameters().get('name')}")  # neither is checked yet
+    return _with_name(name if run else None)
 
 
 def _with_name(given: str | None) -> str:

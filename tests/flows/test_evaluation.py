@@ -149,6 +149,12 @@ def test_the_list_of_runs_says_what_was_evaluated_and_how_it_ended(tmp_path):
     assert all(it.name.startswith("run-test-") for it in newest)
 
 
+@pytest.mark.parametrize("given", [{"run": "caf\udce9"}, {"run": "run", "name": "caf\udce9"}])
+def test_a_name_that_is_no_text_is_refused_as_any_other(tmp_path, given):
+    with pytest.raises(ValueError, match=r"name 'caf\\udce9'"):
+        evaluate("evaluations:measure", str(tmp_path / "store"), **given)
+
+
 def test_what_was_evaluated_is_not_evaluated_again_unasked(tmp_path):
     store = fill(tmp_path, [0])
     store.attach_metrics(next(store.ids()), {"accuracy": 1})
