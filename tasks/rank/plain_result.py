@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import pickle
 from contextlib import suppress
 from typing import Any
@@ -91,7 +92,8 @@ def _describe(exception: BaseException) -> dict[str, Any] | None:
     if getattr(builtins, type(exception).__name__, None) is not type(exception):
         return None
     try:
-        return {"type": type(exception).__name__, "arguments": json.loads(json.dumps(exception.args))}
+        arguments = exception.__reduce__()[1]  # unlike `args`, with the path of an OSError
+        return {"type": type(exception).__name__, "arguments": json.loads(json.dumps(arguments, default=os.fspath))}
     except (TypeError, ValueError):
         return None
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +62,16 @@ def test_a_return_value_that_cannot_be_rebuilt_is_dropped_and_not_the_training(c
     encoded = encode_result(RankResult(return_value=pickle.dumps(Unloadable())))
     assert decode_result(encoded).return_value == pickle.dumps(None)
     assert "RuntimeError('cannot be rebuilt')" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("call", [Path.read_text, os.listdir, lambda path: path.rename("b")])
+def test_an_error_about_a_file_on_another_machine_names_it(tmp_path, call):
+    with pytest.raises(FileNotFoundError) as caught:
+        call(tmp_path / "a")
+    encoded = encode_result(RankResult(kind="user", exception=pickle.dumps(caught.value)))
+    rebuilt = pickle.loads(decode_result(encoded).exception)
+    assert (type(rebuilt), str(rebuilt)) == (FileNotFoundError, str(caught.value))
+    assert str(tmp_path / "a") in str(rebuilt)
 
 
 class Number:
