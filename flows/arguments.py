@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -19,7 +20,6 @@ from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
-from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.liveness import flow_runs_from
 
@@ -84,7 +84,8 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
 
     Args:
         checkpoint: An id in `run`, "run/id", or a path or URL.
-        storage: The storage of an id or "run/id". A path or URL in this storage is read with its credentials.
+        storage: The storage of an id or "run/id". A path or URL in this storage is read with its credentials, any with its
+            retry policy.
         run: The run of an id that is given alone.
 
     Raises:
@@ -104,7 +105,8 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
             f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'{_of_others(named)}"
         )
     is_here = canonical(named.store.spec.url) == canonical(storage.url)
-    return CheckpointRef(storage if is_here else configured_storage(named.store.spec.url), named.store.name, named.id)
+    spec = storage if is_here else replace(named.store.spec, retry=storage.retry)
+    return CheckpointRef(spec, named.store.name, named.id)
 
 
 def initial_checkpoint(resume_from: str | Path | Checkpoint, storage: StorageSpec) -> CheckpointRef:

@@ -27,6 +27,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import find_named, initial_checkpoint
 from prefect_torch.flows.evaluation import _unevaluated
@@ -234,9 +235,9 @@ def test_the_form_asks_for_the_function_alone_and_takes_what_an_automation_knows
     ],
 )
 def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_its_storage(checkpoint, url, run):
-    storage = StorageSpec("s3://bucket/base", {"aws_access_key_id": "mine"})
+    storage = StorageSpec("s3://bucket/base", {"aws_access_key_id": "mine"}, RetryPolicy(deadline_s=7))
     found = find_named(checkpoint, storage, "run")
-    assert (found.storage.url, found.run, found.checkpoint_id) == (url, run, ID)
+    assert (found.storage.url, found.run, found.checkpoint_id, found.storage.retry.deadline_s) == (url, run, ID, 7)
     assert (found.storage.options == storage.options) == (url == storage.url)
 
 
