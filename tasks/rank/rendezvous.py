@@ -11,7 +11,7 @@ from typing import Any
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended by its report, because of TERMINATION_KEY
 _CONNECT_TIMEOUT = timedelta(seconds=60)
-WITHIN_LEADER = timedelta(seconds=5)  # for `connect` by a thread of the leader, whose rendezvous listens already
+WITHIN_LEADER = timedelta(seconds=8)  # for `connect` by a thread of the leader, whose rendezvous listens already
 _WAIT_TIMEOUT = timedelta(minutes=30)
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
