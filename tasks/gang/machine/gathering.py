@@ -25,6 +25,7 @@ _MORE_S = 10.0  # how long to wait for more machines than are needed
 _END_S = 2.0
 _POLL_S = 0.05
 _OF_ADDRESS = (socket.EAI_NONAME, errno.EADDRNOTAVAIL)
+_NO_GPU = "torch finds no GPU there, or others use all of them: `prefect-torch doctor` there says which it finds"
 _ANYWHERE = ("192.0.2.1", 9)  # RFC 5737; connecting a datagram socket sends nothing
 
 
@@ -197,7 +198,7 @@ class Gathering:
 
     def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
         machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks)
-        refusal = "no GPU of it is free" if machine.slots < 1 else explain_mixture(hello["versions"])
+        refusal = _NO_GPU if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
             if refusal is not None:
                 self.fail(self._cluster.expected_name(machine.name), refusal)

@@ -357,7 +357,7 @@ class Pods:
     [
         ([2, 0, 1], [], [3], ["pod 3: its pod has ended: Evicted"]),
         ([3, 2, 1, 0], [], [], []),
-        ([2, 1], [3], [0], ["pod 0: its pod has ended: Evicted", "pod 3: no GPU of it is free"]),
+        ([2, 1], [3], [0], ["pod 0: its pod has ended: Evicted", f"pod 3: {gathering_module._NO_GPU}"]),
     ],
 )
 def test_no_pod_is_awaited_once_each_has_come_or_failed_and_only_those_that_failed_are_missing(
