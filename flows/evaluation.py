@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Annotated, Any
 
 from prefect import flow
@@ -11,7 +10,7 @@ from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
-from prefect_torch.ckpt.runs.metrics import Metrics, numbers_in
+from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.log_filter import shorten_logs
@@ -38,7 +37,7 @@ from pydantic.json_schema import SkipJsonSchema
 from .arguments import find_named, gpus_for, machines_for
 from .interruptions import cancellable
 from .monitoring.messages import evaluation_flow_run_name
-from .monitoring.text import show_number
+from .monitoring.text import show_first_number
 
 _POLL_S = 0.05
 _MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage may have refused it only once
@@ -274,11 +273,9 @@ def _evaluate_all(
 
 def _summarize(evaluated: dict[str, Metrics]) -> str:
     """Return an evaluation in one line, such as "3 checkpoints, accuracy 0.94 of the last": its first metric."""
-    first = islice(numbers_in(next(reversed(evaluated.values()), {})), 1)
+    last = show_first_number(next(reversed(evaluated.values()), {}))
     which = " of the last" if len(evaluated) > 1 else ""
-    return ", ".join(
-        [show_count(len(evaluated), "checkpoint"), *(f"{name} {show_number(value)}{which}" for name, value in first)]
-    )
+    return ", ".join([show_count(len(evaluated), "checkpoint"), *(f"{shown}{which}" for shown in last)])
 
 
 def _is_final(error: Exception) -> bool:

@@ -1,7 +1,6 @@
 """The result of a training, read from its storage: while it runs, when it has completed, and when it has failed."""
 
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore, RetentionPolicy
@@ -9,12 +8,12 @@ from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics, numbers_in
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, score, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.notebook import result_html
-from prefect_torch.flows.monitoring.text import show_number
+from prefect_torch.flows.monitoring.text import show_first_number, show_number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -192,7 +191,7 @@ def _best(result: Result, policy: RetentionPolicy) -> list[str]:
     """Return the best score; without a score, the last value of the first metric that is a number."""
     name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
     if name is None:
-        return [f"{key} {show_number(value)}" for key, value in islice(numbers_in(result.metrics), 1)]
+        return show_first_number(result.metrics)
     scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
     if not scored:  # an evaluation attached it
         found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]

@@ -22,7 +22,7 @@ from prefect_torch.tasks.gang.starting import first_rank, start_gang
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import LogLevel, LogRanks, ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec
@@ -100,8 +100,8 @@ def evaluate_checkpoint(
         if _is_pruned(store, checkpoint.checkpoint_id):
             _log_skipped(checkpoint)
             return None
-        if exc.traceback:  # Prefect logs the exception alone
-            get_run_logger().error("%s:\n%s", str(exc).partition(": ")[0], exc.traceback.rstrip())
+        if shown := show_traceback(exc):  # Prefect logs the exception alone
+            get_run_logger().error("%s", shown)
         if exc.original is not None:
             raise shorten_message(exc.original) from exc
         raise

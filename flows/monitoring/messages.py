@@ -33,9 +33,9 @@ def flow_run_name() -> str:
 
 def evaluation_flow_run_name() -> str:
     """Return the name of the flow run that begins: with the run and the name of its evaluation in front, if that is of one."""
-    run = _parameters().get("run")
-    name = encodable(f"{run}-{_parameters().get('name')}")  # neither is checked yet
-    return _with_name(name if run else None)
+    parameters = _parameters()
+    run, name = parameters.get("run"), parameters.get("name")
+    return _with_name(encodable(f"{run}-{name}") if run else None)  # neither is checked yet
 
 
 def _with_name(given: str | None) -> str:

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from itertools import islice
 from textwrap import wrap
 from typing import Any
 from uuid import UUID
 
 from prefect.utilities.urls import url_for
-from prefect_torch.ckpt.runs.metrics import MetricValue
+from prefect_torch.ckpt.runs.metrics import Metrics, MetricValue, numbers_in
 from prefect_torch.ckpt.text import clip, encodable, without_login
 
 _SHORT = 160
@@ -21,6 +22,11 @@ def show_number(value: MetricValue) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     return "" if value is None else str(value)
+
+
+def show_first_number(metrics: Metrics) -> list[str]:
+    """Return the first metric that is a number with its name, such as ["loss 0.25"]; nothing if none is."""
+    return [f"{name} {show_number(value)}" for name, value in islice(numbers_in(metrics), 1)]
 
 
 def show_compact(value: float) -> str:

@@ -53,6 +53,12 @@ class RankFailedError(RuntimeError):
         return type(self), (str(self), self.rank, self.kind, original, self.traceback), state
 
 
+def show_traceback(error: RankFailedError) -> str:
+    """Return which rank failed, and its traceback, which ends with the message; nothing if the error has no traceback."""
+    which, _, _ = str(error).partition(": ")
+    return f"{which}:\n{error.traceback.rstrip()}" if error.traceback else ""
+
+
 class RestartsUsedUpError(RuntimeError):
     """A flow run was started again, and a budget of its `FailureConfig` was used up before."""
 

@@ -26,7 +26,7 @@ from prefect_torch.tasks.gang.returned import held
 from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_gang
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
 from prefect_torch.tasks.rank.failures import is_of_gpu
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address, TcpKeyValue
@@ -247,8 +247,8 @@ class _Leader:
 
 def _with_traceback(error: RankFailedError) -> str:
     """Return which rank failed, and why, to precede `_safe_work`: its traceback, which ends with the message, or that alone."""
-    which, _, _ = str(error).partition(": ")
-    return f"{which}:\n{error.traceback.rstrip()}\n" if error.traceback else f"{error}; "
+    shown = show_traceback(error)
+    return f"{shown}\n" if shown else f"{error}; "
 
 
 def _first_rank(
