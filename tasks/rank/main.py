@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import CheckpointStore, TrainContext
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
@@ -36,6 +36,7 @@ from prefect_torch.tasks.rank.resources.device import take_device, wait_for_kern
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
+from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.rank.user_code.working_dir import enter_paths, unpacked, within
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
         device = take_device(spec.local_rank) if spec.use_gpu else None
         group_store = GroupStore.open(spec)  # before the import, too: the module may read MASTER_PORT
         with _final(BaseException):  # the import of a module may raise anything
-            function, config = unpack_function(packed)
+            function, config = _unpack(spec, packed)
         key_value = connect(spec.rendezvous, spec.timeout_s)
         with _final(RuntimeError, ValueError):
             store = _open_run(spec)
@@ -152,16 +153,32 @@ def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
     return function
 
 
+def _unpack(spec: RankSpec, packed: PackedFunction) -> tuple[TrainFunction, dict[str, Any] | None]:
+    """Import the user's code; where one of several machines lacks some, the error says how to bring it there."""
+    try:
+        return unpack_function(packed)
+    except (ImportError, FileNotFoundError) as exc:
+        if spec.master_host is not None:
+            exc.add_note(
+                f"this is machine {_machine(spec)}: each needs the packages of the training installed; "
+                "`working_dir` of RunConfig and of evaluate brings your own code to it"
+            )
+        raise
+
+
+def _machine(spec: RankSpec) -> str:
+    return spec.node_name or socket.gethostname()
+
+
 def _open_run(spec: RankSpec) -> CheckpointStore:
     """Return the run; the first rank of each machine makes sure that the machine sees it."""
     store = CheckpointStore.open(spec.storage, spec.run)
     _download(spec, store)
     if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
-        machine = spec.node_name or socket.gethostname()
         raise StorageNotSeenError(
-            f"rank {spec.rank} on machine {machine} cannot see run {spec.run!r} in {store.storage.url}, which the flow's "
-            "process wrote: every rank needs the same storage (a shared directory or a URL; memory:// lives in one process "
-            "only)"
+            f"rank {spec.rank} on machine {_machine(spec)} cannot see run {spec.run!r} in {store.storage.url}, which the "
+            "flow's process wrote: every rank needs the same storage (a shared directory or a URL; memory:// lives in one "
+            "process only)"
         )
     store.storage.local_path(store.layout.run_info)  # has seen the run by now, so that it makes none below an empty mount point
     return store

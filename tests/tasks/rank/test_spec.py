@@ -1,12 +1,17 @@
 """The variables of a rank, beside those of a real torchrun."""
 
 import os
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
+import pytest
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.rank.main import _unpack
 from prefect_torch.tasks.rank.rendezvous import Address
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
+from prefect_torch.tasks.rank.tracebacks import user_traceback
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 LEFT_OUT = {
@@ -47,6 +52,18 @@ def test_a_rank_has_the_variables_that_torchrun_sets():
     assert {name: ours[name] for name in names - LEFT_OUT - own_ports} == {
         name: of_torchrun[name] for name in names - LEFT_OUT - own_ports
     }
+
+
+@pytest.mark.parametrize("master_host", ["10.0.0.1", None])
+@pytest.mark.parametrize("reference", ["no_such_module:train", "no_such_file.py:train"])
+def test_code_that_one_of_several_machines_lacks_can_be_brought_there(tmp_path, reference, master_host):
+    function = replace(first_rank().function, reference=reference, payload=pickle.dumps((None, {})))
+    spec = first_rank(master_host=master_host, node_name="b")
+    with pytest.raises((ModuleNotFoundError, FileNotFoundError)) as caught:
+        _unpack(spec, function)
+    text = user_traceback(caught.value)
+    assert reference.split(":")[0] in text
+    assert ("this is machine b:" in text and "`working_dir`" in text) is (master_host is not None)
 
 
 def test_ranks_of_uneven_machines_are_numbered_in_their_order():
