@@ -119,11 +119,12 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/deletion/pruning.py",
         "tests/ckpt/test_checkpoint_store.py tests/ckpt/runs/test_evaluations.py tests/ckpt/runs/test_quarantine.py",
-        ("if manifest.id in pinned:", "if False:"),
+        ("[it for it in group if it.id not in pinned]", "group"),
+        ("if len(group) == 1:", "if True:"),
         ("pinned=pinned, in_use=kept", "pinned=frozenset(), in_use=kept"),
         ("in_use=kept, up_to=limits.up_to", "in_use=kept, up_to=None"),
         ("if dry_run or not decided.drop:", "if not decided.drop:"),
-        ("*attached, *gone]", "*gone]"),
+        ("[*about, *gone]", "gone"),
     ),
     *mutants_of(
         "ckpt/runs/deletion/links.py",

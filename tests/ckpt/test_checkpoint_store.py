@@ -19,6 +19,7 @@ from prefect_torch.ckpt import (
     StorageError,
 )
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.deletion import pruning
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import (
     HistoryWriter,
@@ -244,6 +245,7 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
 @pytest.mark.parametrize("clock_that_goes_on", ["monotonic", "time"])  # the latter alone while a machine sleeps
 def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch, clock_that_goes_on):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
+    monkeypatch.setattr(pruning, "_AT_ONCE", 1)
     clock = itertools.count(0, 700)  # seconds between two looks at it
     monkeypatch.setattr(f"time.{clock_that_goes_on}", lambda: next(clock))
     delete = type(store.storage).delete
@@ -317,6 +319,29 @@ def test_a_prune_deletes_data_last_by_which_garbage_is_found(store, tmp_path):
     assert of_first == ["manifests", "metadata", "checkpoints", "checkpoints"]
 
 
+def test_many_checkpoints_are_deleted_by_few_requests_but_those_that_were_pinned_meanwhile(store, tmp_path):
+    requests = []
+
+    class Pinning(WrappedStorage):
+        """Between a prune's plan and its mark, another process pins one."""
+
+        def delete(self, keys):
+            requests.append(sorted(keys))
+            self.inner.delete(requests[-1])
+
+        def put_bytes(self, key, data):
+            if key.startswith("run/deletions/"):
+                store.pin(manifests[7].id, "release")
+            self.inner.put_bytes(key, data)
+
+    manifests = fill(store, tmp_path, *range(41))
+    decided = prune_as_leader(CheckpointStore.open(Pinning(store.storage), "run"), RetentionPolicy(1))
+    assert [it.id for it in store.list()] == [manifests[7].id, manifests[-1].id]
+    assert {key.split("/")[2] for key in store.keys("run/checkpoints/")} == {manifests[7].id, manifests[-1].id}
+    assert {it.id for it in decided.drop} == {it.id for it in manifests[:-1]} - {manifests[7].id}
+    assert len(requests) == 3 * 2 + 1  # 16 checkpoints by two, and the mark
+
+
 def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_path, monkeypatch):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
     delete = type(store.storage).delete
@@ -334,8 +359,19 @@ def test_a_delete_that_fails_does_not_stop_the_others_and_is_told(store, tmp_pat
     assert [manifest.id for manifest in store.list()] == [manifests[0].id, manifests[3].id]
 
 
-@pytest.mark.parametrize(("error", "tries"), [(StorageError("no answer"), 3), (OSError(5, "Input/output error"), 5)])
-def test_a_prune_gives_up_on_a_storage_that_does_not_answer(store, tmp_path, monkeypatch, error, tries):
+@pytest.mark.parametrize(
+    ("at_once", "error", "tries"),
+    [
+        (1, StorageError("no answer"), 3),
+        (2, StorageError("no answer"), 3),
+        (5, StorageError("no answer"), 1),
+        (1, OSError(5, "Input/output error"), 5),
+        (2, OSError(5, "Input/output error"), 2 + 5),  # the last is alone
+        (5, OSError(5, "Input/output error"), 1 + 5),
+    ],
+)
+def test_a_prune_gives_up_on_a_storage_that_does_not_answer(store, tmp_path, monkeypatch, at_once, error, tries):
+    monkeypatch.setattr(pruning, "_AT_ONCE", at_once)
     manifests, tried = fill(store, tmp_path, *range(6)), []
 
     def failing(self, keys):

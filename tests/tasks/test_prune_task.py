@@ -6,7 +6,7 @@ from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, St
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.deletion import marks
+from prefect_torch.ckpt.runs.deletion import marks, pruning
 from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
 from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from ranks import Attempt, folder
@@ -59,6 +59,7 @@ def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, m
         if keys == [store.layout.manifest(oldest.id)]:
             claim_attempt(store, Owner.current(), world_size=1)
 
+    monkeypatch.setattr(pruning, "_AT_ONCE", 1)
     monkeypatch.setattr(marks, "_RENEW_S", -1.0)  # as if each deletion took minutes
     monkeypatch.setattr(type(store.storage), "delete", overtaken)
     with pytest.raises(FencedError, match="overtaken by attempt 2"):

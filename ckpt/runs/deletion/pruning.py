@@ -1,5 +1,6 @@
 """Deletion of checkpoints: the manifest first, the data after it; never a pinned checkpoint or one that is read."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -19,6 +20,8 @@ from .failures import Failures
 from .limits import PruneLimits
 from .links import without_targets
 from .marks import DeletionMark, marked
+
+_AT_ONCE = 16  # checkpoints by two requests; garbage collection finds what a kill leaves of them
 
 
 class DeletionRefusedError(StorageError):
@@ -90,19 +93,25 @@ def _delete_all(
     num_done = 0
     kept: set[str] = set()
     pinned: frozenset[str] | None = None
+    groups = deque(dropped[first : first + _AT_ONCE] for first in range(0, len(dropped), _AT_ONCE))
     with suppress(StorageError):  # it is noted, and the storage does not answer: raised below
-        for manifest in dropped:
-            with failures.note(manifest.id):
+        while groups:
+            group = groups.popleft()
+            with failures.note(group[0].id):
                 if mark.is_due:
                     pinned = None
                     _renew(run, mark, attempt)
                 if pinned is None:
                     pinned = mark.pinned()
-                if manifest.id in pinned:
-                    kept.add(manifest.id)
-                else:
-                    _delete(run, manifest, evaluations[manifest.id])
-                num_done += 1
+                try:
+                    _delete(run, [it for it in group if it.id not in pinned], evaluations)
+                except OSError:
+                    if len(group) == 1:
+                        raise
+                    groups.extendleft((it,) for it in reversed(group))  # the storage may refuse some of them only
+                    continue
+                kept.update(it.id for it in group if it.id in pinned)
+                num_done += len(group)
     if failures.noted:
         raise _failure(run, failures.noted, num_done, len(dropped)) from failures.noted[0][1]
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection deletes the logs of the others
@@ -130,14 +139,18 @@ def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
     mark.renew()
 
 
-def _delete(run: Run, manifest: Manifest, evaluations: tuple[str, ...]) -> None:
-    """Delete the manifest, then the data; data that another process reads in place is left to garbage collection."""
+def _delete(run: Run, manifests: Sequence[Manifest], evaluations: dict[str, tuple[str, ...]]) -> None:
+    """Delete the manifests, then the data; data that another process reads in place is left to garbage collection."""
     layout = run.layout
-    run.storage.delete([layout.manifest(manifest.id)])
-    if run.memory is not None:  # a listing that still shows it must not bring it back
-        run.memory.forget(manifest.id)
-    data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
-    attached = [layout.evaluation(manifest.id, name) for name in evaluations]
-    gone = [] if is_read(run.storage, data) else without_targets(run, data)
+    run.storage.delete([layout.manifest(it.id) for it in manifests])
+    if run.memory is not None:  # a listing that still shows one must not bring it back
+        for manifest in manifests:
+            run.memory.forget(manifest.id)
+    about: list[str] = []
+    gone: list[str] = []
+    for manifest in manifests:
+        data = [layout.data(manifest.id, entry.path) for entry in manifest.files]
+        about += [layout.metadata(manifest.id), *(layout.evaluation(manifest.id, name) for name in evaluations[manifest.id])]
+        gone += [] if is_read(run.storage, data) else without_targets(run, data)
     # Data last: by them, garbage collection finds what a killed prune has left.
-    run.storage.delete([layout.metadata(manifest.id), *attached, *gone])
+    run.storage.delete([*about, *gone])
