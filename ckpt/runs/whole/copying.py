@@ -29,7 +29,7 @@ from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
-from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.parallel import for_each, read_all
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_other_size, find_size, require_size
@@ -82,8 +82,9 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
     records: dict[str, int | None] = dict.fromkeys(unlisted)
     for prefix in layout.copied if whole else layout.copied_with_checkpoints:
         records.update(_listed(run, prefix))
-    ids = dict.fromkeys([*quarantined, *(it.id for it in chosen)])
-    attached = {it: {**_listed(run, layout.evaluations(it)), layout.metadata(it): None} for it in ids}
+    ids = list(dict.fromkeys([*quarantined, *(it.id for it in chosen)]))
+    evaluations = read_all(ids, lambda it: _listed(run, layout.evaluations(it)))
+    attached = {it: {**listed, layout.metadata(it): None} for it, listed in zip(ids, evaluations, strict=True)}
     logs = _listed(run, layout.all_evaluation_logs) if whole else {}
     return CopyPlan(layout, records, aside, chosen, attached, logs)
 
@@ -167,21 +168,25 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         advance(info.bytes)
         return copied
 
+    def copy_attached(checkpoint_id: str) -> None:
+        _copy_records(plan.attached[checkpoint_id], source, target)
+
+    def copy_manifest(manifest: Manifest) -> None:
+        with _naming_pruned(layout.manifest(manifest.id), source):
+            _copy_manifest(layout.manifest(manifest.id), manifest, source, target)
+
+    layout = plan.layout
     _copy_records(plan.records, source, target)
     copied = sum(for_each(plan.aside, copy_as_is))
-    for aside in plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}:
-        _copy_records(plan.attached[aside], source, target)
-    layout = plan.layout
+    for_each(plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}, copy_attached)
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
         marks.renew()
         copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
         for it in batch:
             _check_distinct(layout, it, target)
-            _copy_records(plan.attached[it.id], source, target)
-        for it in batch:
-            with _naming_pruned(layout.manifest(it.id), source):
-                _copy_manifest(layout.manifest(it.id), it, source, target)
+        for_each([it.id for it in batch], copy_attached)
+        for_each(batch, copy_manifest)
         for_each(batch, lambda it: _check_stays(layout, it, target))
         marks.remove()
     _copy_records(plan.logs, source, target)
