@@ -32,7 +32,8 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
     """List runs, the checkpoints of one, or the trials of a sweep.
 
     The runs in STORAGE are sorted by name, the checkpoints of RUN from the oldest to the newest. Each run costs a listing, a
-    request per thousand objects, and four small requests. Checkpoints cost a listing and a small read each, 32 in parallel.
+    request per thousand objects, and four small requests; checkpoints cost a listing and a small read each. Both are requested
+    32 in parallel.
 
     "kept because" is the reason why the training's own retention policy keeps a checkpoint, or "nothing" if it would delete it.
 
@@ -67,7 +68,7 @@ def ls(storage: str, run: str | None, as_json: bool) -> None:
 
 def _list_runs(storage: str, as_json: bool) -> None:
     opened = open_existing_storage(storage)
-    summaries = list(summarize_runs(opened))
+    summaries = summarize_runs(opened)
     if as_json:
         print_json([asdict(summary) for summary in summaries])
     elif not summaries:

@@ -1,8 +1,8 @@
 """Summaries of the runs in a storage, made from listings: no manifest is read."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from prefect_torch.ckpt import CheckpointStore, ObjectInfo, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, State, status
 from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.deployments.command_line.terminal import note
 
 _TRIAL = re.compile(f"{TRIAL_NAME}/")
@@ -49,17 +50,21 @@ class RunSummary:
     trials: int | None = None
 
 
-def summarize_runs(storage: Storage) -> Iterator[RunSummary]:
-    """Yield the runs sorted by name; each costs a listing and four small requests."""
-    for name in list_runs(storage):
-        seen = _Seen(Layout(name))
-        try:
-            for info in storage.list(f"{name}/"):
-                seen.add(info)
-            if seen.is_run:
-                yield seen.summary(CheckpointStore.open(storage, name))
-        except PermissionError as exc:
-            note(f"left out: {exc}")
+def summarize_runs(storage: Storage) -> list[RunSummary]:
+    """Return the runs sorted by name; each costs a listing and four small requests, 32 runs in parallel."""
+    found = read_all(list_runs(storage), partial(_summarize, storage))
+    return [it for it in found if it is not None]
+
+
+def _summarize(storage: Storage, name: str) -> RunSummary | None:
+    seen = _Seen(Layout(name))
+    try:
+        for info in storage.list(f"{name}/"):
+            seen.add(info)
+        return seen.summary(CheckpointStore.open(storage, name)) if seen.is_run else None
+    except PermissionError as exc:
+        note(f"left out: {exc}")
+        return None
 
 
 @dataclass(slots=True)

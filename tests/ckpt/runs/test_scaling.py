@@ -10,6 +10,7 @@ from commits import DIGEST, commit
 from counting_storage import CountingStorage
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError, TrainContext
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import PeerGoneError
 from prefect_torch.ckpt.reporting import agreement
 from prefect_torch.ckpt.reporting.agreement import Intent
@@ -24,9 +25,11 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_re
 from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 from prunes import prune_as_leader
 from ranks import Session, folder
 from storage_contract import StorageContract
+from waiting_storage import WaitingStorage
 
 
 class TestMemory(StorageContract):
@@ -228,6 +231,21 @@ def test_many_reads_are_under_way_at_once_and_their_order_stays():
     barrier = threading.Barrier(32)
     assert read_all(range(64), lambda number: (barrier.wait(30), number)[1]) == list(range(64))
     assert read_all(range(3), str) == ["0", "1", "2"]
+
+
+def test_the_runs_of_a_storage_are_found_and_summarized_at_the_same_time():
+    inner = MemoryStorage()
+    names = [f"run-{number:02}" for number in range(20)]
+    for number, name in enumerate(names):
+        store = CheckpointStore.open(inner, name)
+        claim_attempt(store, Owner.current(), world_size=1)
+        for step in range(number % 3):
+            commit(store, step)
+    inner.put_bytes("no-run/data", b"")
+    storage = WaitingStorage(inner)
+    assert list(list_runs(storage)) == names
+    assert [(it.name, it.checkpoints) for it in summarize_runs(storage)] == [(it, n % 3) for n, it in enumerate(names)]
+    assert min(storage.most[folder] for folder in ("run.json", "", "attempts")) >= 4
 
 
 def test_the_first_error_ends_many_reads():

@@ -1,8 +1,6 @@
 """A copy of a whole run has every record of it, as it was written; what it leaves behind is listed here."""
 
 import inspect
-import time
-from collections import Counter
 
 import pytest
 from memory_storage import MemoryStorage
@@ -12,6 +10,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy
 from stored_runs import store_run
+from waiting_storage import WaitingStorage
 from wrapped_storage import WrappedStorage
 
 WITH_THE_MANIFESTS = {"checkpoints", "manifests", "metadata"}
@@ -79,25 +78,9 @@ def source(tmp_path):
     return store
 
 
-class Waiting(WrappedStorage):
-    """Answers late, and counts how many wait at the same time for an object of a folder of the run."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.waiting, self.most = Counter(), Counter()
-
-    def _do(self, verb, *args, **kwargs):
-        folder = args[0].split("/")[1] if args and isinstance(args[0], str) and "/" in args[0] else ""
-        self.waiting[folder] += 1
-        self.most[folder] = max(self.most[folder], self.waiting[folder])
-        time.sleep(0.01)
-        self.waiting[folder] -= 1
-        return super()._do(verb, *args, **kwargs)
-
-
 def test_many_checkpoints_are_copied_at_the_same_time(tmp_path):
     store = store_run(MemoryStorage(), tmp_path, steps=20)
-    source, target = Waiting(store.storage), Waiting(MemoryStorage())
+    source, target = WaitingStorage(store.storage), WaitingStorage(MemoryStorage())
     copy_planned(plan_copy(Run.open(source, "run"), store.list(), whole=True), source, target, lambda _: None)
     assert objects(target.inner) == objects(source.inner)
     for storage in (source, target):
