@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, read_all
 from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState, score_in, value_in
 
@@ -17,7 +17,6 @@ from .trial_curves import TrialCurve, read_curve
 
 MAX_CURVES = 200  # of more trials, only the best and the newest ones have a curve
 _LONGEST_S = 10.0  # for one look at the runs
-_AT_ONCE = 8  # runs that are read together, between two looks at the clock
 _Version: TypeAlias = tuple[str, TrialState, int]
 
 
@@ -102,7 +101,7 @@ class SweepView:
         until_s = self._clock() + _LONGEST_S
         due = [record for record in self._wanted() if self._is_changed(record)]
         while due and self._clock() < until_s:
-            batch, due = due[:_AT_ONCE], due[_AT_ONCE:]
+            batch, due = due[:AT_ONCE], due[AT_ONCE:]
             for record, curve in zip(batch, read_all(batch, self._read), strict=True):
                 self._curves[record.number] = curve
                 self._versions[record.number] = _version(record)
