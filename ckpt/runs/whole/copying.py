@@ -316,9 +316,14 @@ def _copy_manifest(key: str, planned: Manifest, source: Storage, target: Storage
 
 
 def _copy_records(sizes: _Sizes, source: Storage, target: Storage) -> None:
-    for key, size in sizes.items():
+    def copy_one(item: tuple[str, int | None]) -> None:
+        key, size = item
         with suppress(FileNotFoundError):  # there is no metadata, it is no sweep, or a pin was removed meanwhile
             target.put_bytes(key, _read_record(key, size, source))
+
+    items = list(sizes.items())
+    for_each(items[:1], copy_one)  # by a run's own, an interrupted copy is known
+    for_each(items[1:], copy_one)
 
 
 def _read_record(key: str, listed: int | None, source: Storage) -> bytes:
