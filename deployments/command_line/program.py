@@ -111,7 +111,9 @@ def main() -> None:
     _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without some characters
-    sys.exit(run())
+    if (exit_code := run()) == INTERRUPTED:
+        os._exit(exit_code)  # a normal exit would wait for threads that read or write the storage
+    sys.exit(exit_code)
 
 
 def _open_missing_streams() -> None:

@@ -607,6 +607,34 @@ def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
     assert list(target.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "told"), [("copy", "interrupted; the same command continues"), ("verify", "interrupted")])
+def test_an_interrupted_command_does_not_wait_for_what_it_reads(local, tmp_path, name, told):
+    program = """
+    import sys
+    import time
+    from pathlib import Path
+    from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+    from prefect_torch.deployments.command_line.program import main
+    begun = Path(sys.argv.pop())
+    def never_ends(self, *given):
+        begun.touch()
+        time.sleep(60)
+    LocalStorage.digest = LocalStorage.get_file = LocalStorage.put_file = never_ends
+    main()
+    """
+    train(local)
+    begun = tmp_path / "begun"
+    to = [str(tmp_path / "copy")] if name == "copy" else []
+    command = [sys.executable, "-c", textwrap.dedent(program), name, local, "run", *to, str(begun)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not begun.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err.lstrip()) == (130, f"prefect-torch: {told}\n")
+
+
 def test_an_id_may_be_the_beginning_of_one(local, command):
     store = train(local)
     ids = list(store.ids())

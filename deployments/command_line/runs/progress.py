@@ -1,8 +1,9 @@
 """A progress bar on stderr, on a terminal only."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prefect_torch.deployments.command_line.terminal import console
 from rich.progress import (
@@ -14,6 +15,16 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+
+T = TypeVar("T")
+
+
+def in_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`; its transfers cannot be stopped, so a thread does it, and Ctrl-C does not wait for that."""
+    pool = ThreadPoolExecutor(1, "prefect-torch-work")  # not as a context manager, which would wait
+    result = pool.submit(work).result()
+    pool.shutdown()
+    return result
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table
 
-from .progress import progress_bar
+from .progress import in_thread, progress_bar
 from .selection import find_checkpoint, open_training
 
 
@@ -56,7 +56,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_training(storage, run)
     ids = _all_ids(store) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
-    verdicts = list(_verify_all(store, ids, level))
+    verdicts = in_thread(lambda: list(_verify_all(store, ids, level)))
     if as_json:
         print_json([{"level": level, **asdict(verdict)} for verdict in verdicts])
     elif verdicts:

@@ -7,6 +7,7 @@ import click
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.runs.whole.copying import check_same_run, copy_planned, plan_copy
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
+from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.text import show_bytes, show_count, show_some
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
@@ -16,7 +17,7 @@ from prefect_torch.deployments.command_line.arguments import (
     run_argument,
     storage_argument,
 )
-from prefect_torch.deployments.command_line.runs.progress import progress_bar
+from prefect_torch.deployments.command_line.runs.progress import in_thread, progress_bar
 from prefect_torch.deployments.command_line.runs.selection import find_checkpoint, open_run, open_training
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
@@ -57,7 +58,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     left_out: list[str] = []
     if is_whole_sweep:
         count = show_count(len(trials), "trial")
-        of_trials = [plan_copy(trial, _readable(trial, left_out), whole=True) for trial in trials]
+        of_trials = for_each(trials, lambda trial: plan_copy(trial, _readable(trial, left_out), whole=True))
         plans = [plan_copy(store, (), whole=True), *of_trials]
     else:
         manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else _readable(store, left_out)
@@ -65,7 +66,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     size = sum(plan.bytes for plan in plans)
     try:
         with progress_bar("copying", size, unit="bytes") as bar:
-            copied = sum(copy_planned(plan, store.storage, target, bar) for plan in plans)
+            copied = in_thread(lambda: sum(copy_planned(plan, store.storage, target, bar) for plan in plans))
     except KeyboardInterrupt:
         note("prefect-torch: interrupted; the same command continues")
         os._exit(INTERRUPTED)  # transfers in threads cannot be stopped, and a normal exit would wait for them
@@ -74,7 +75,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
         f"{count} of run {run} in {target.url}: {show_bytes(copied)} copied" + (f", {there} was there" if size > copied else "")
     )
     if left_out:
-        note(f"prefect-torch: not copied, since this version cannot read their manifests: {show_some(left_out)}")
+        note(f"prefect-torch: not copied, since this version cannot read their manifests: {show_some(sorted(left_out))}")
     return 1 if left_out else 0
 
 
