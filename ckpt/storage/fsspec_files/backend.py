@@ -28,7 +28,10 @@ from .reads import open_whole, read_range, read_whole
 from .writes import can_replace, create, require_whole
 
 _WRAPPERS = {"blockcache", "cached", "dir", "filecache", "generic", "simplecache"}
-_LOGIN_REFUSED = re.compile(r"\w*(?:Authentication|Logon|Login)|\w+: 530 ")  # a class's name, or FTP's code
+# A class's name, FTP's code, or paramiko's words where it has no key, or may not trust the server's.
+_LOGIN_REFUSED = re.compile(
+    r"\w*(?:Authentication|Logon|Login|PasswordRequired)|\w+: (?:530 |No authentication methods|Server .* not found in)"
+)
 
 
 class FsspecStorage:

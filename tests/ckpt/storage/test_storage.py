@@ -758,6 +758,23 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         with pytest.raises(PermissionError, match=r"check the credentials .*Authentication"):
             storage.get_bytes("run/x")
 
+    def test_a_login_without_a_key_is_told_at_once(self, sshd, tmp_path):
+        options = {"port": sshd.options()["port"], "look_for_keys": False, "allow_agent": False}
+        with pytest.raises(PermissionError, match=r"check the credentials .*No authentication methods available"):
+            FsspecStorage(f"sftp://127.0.0.1{tmp_path}", options).get_bytes("run/x")
+
+    def test_a_key_whose_passphrase_is_not_given_is_told_at_once(self, sshd, tmp_path):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", tmp_path / "locked"], check=True)
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", {**sshd.options(), "key_filename": str(tmp_path / "locked")})
+        with pytest.raises(PermissionError, match=r"check the credentials .*PasswordRequired"):
+            storage.get_bytes("run/x")
+
+    def test_a_server_whose_key_is_not_trusted_is_told_at_once(self, sshd, monkeypatch, tmp_path):
+        monkeypatch.setattr(paramiko, "AutoAddPolicy", paramiko.RejectPolicy)  # as host_key_policy="reject" of newer versions
+        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", sshd.options())
+        with pytest.raises(PermissionError, match=r"check the credentials .*not found in known_hosts"):
+            storage.get_bytes("run/x")
+
     def test_a_checkpoint_is_committed_found_and_pruned(self, storage, raw_keys, tmp_path):
         store = CheckpointStore.open(storage, "run")
         session = Attempt(store).session()
