@@ -27,7 +27,7 @@ from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
-from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
+from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.tasks.prefect_api.final_state import completed
@@ -35,7 +35,7 @@ from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
-from pydantic import BeforeValidator, InstanceOf
+from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import gpus_for, initial_checkpoint, machines_for, restarted_by_this
@@ -93,7 +93,7 @@ def train(
         shown_as("Failures", "How often the training is restarted, from its latest checkpoint."),
     ] = None,
     resume_from: Annotated[
-        str | SkipJsonSchema[InstanceOf[Path]] | SkipJsonSchema[Checkpoint] | None,
+        str | PathObject | SkipJsonSchema[Checkpoint] | None,
         WithoutNull(),
         BeforeValidator(none_if_empty),
         shown_as(

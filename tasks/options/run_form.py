@@ -3,8 +3,9 @@
 import inspect
 import warnings
 from difflib import get_close_matches
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, get_type_hints
 
 from prefect_torch.ckpt.text import show_class
 from pydantic import (
@@ -12,15 +13,21 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    GetPydanticSchema,
     SerializerFunctionWrapHandler,
     ValidationError,
     model_serializer,
     model_validator,
 )
 from pydantic.functional_validators import ModelWrapValidatorHandler  # in pydantic itself only from 2.12 on
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError
+from pydantic_core.core_schema import is_instance_schema
 from typing_extensions import Self
+
+# A path in code, where a form takes its text. With InstanceOf[Path], the error of any other object names all of pydantic's ways
+# to a path.
+PathObject = SkipJsonSchema[Annotated[Path, GetPydanticSchema(lambda *_: is_instance_schema(Path))]]
 
 
 def shown_as(title: str, description: str, **more: Any) -> Any:

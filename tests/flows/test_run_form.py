@@ -146,7 +146,7 @@ WRONG = [
     ({**FN, "checkpoint": {"target_overhead": 2}}, "maximum of 1", "checkpoint.target_overhead: Input should be less than 1"),
     ({**FN, "failure": {"max_failures": -2}}, "-2 is less than the minimum", "failure.max_failures: Input should be greater"),
     ({**FN, "failure": {"retry_delay_s": [-1]}}, "-1 is less than the minimum", "failure.retry_delay_s.0: Input should be gr"),
-    ({**FN, "resume_from": 3}, "3 is not of type 'string'", "resume_from.str: Input should be a valid string"),
+    ({**FN, "resume_from": 3}, "3 is not of type 'string'", "resume_from.is-instance[Path]: Input should be an inst"),
 ]
 
 
