@@ -21,7 +21,7 @@ from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
-from prefect_torch.tasks.options.config import LogLevel, LogRanks
+from prefect_torch.tasks.options.config import Directory, LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
@@ -106,7 +106,7 @@ def evaluate(
         shown_as("Poll interval (seconds)", "How often to look for new checkpoints while watching."),
     ] = 10.0,
     working_dir: Annotated[
-        str | None,
+        Directory | None,
         WithoutNull(),
         BeforeValidator(none_if_empty),
         shown_as(

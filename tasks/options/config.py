@@ -1,6 +1,8 @@
 """The configuration of a training; the fields of the Run form in the Prefect UI."""
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt import RetentionPolicy
@@ -8,11 +10,12 @@ from prefect_torch.ckpt.runs.layout import RUN_NAME, check_run_name
 from prefect_torch.ckpt.runs.retention import Order
 from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.gang.engines.cluster_block import ClusterChoice
-from pydantic import Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from .ranks import Ranks
 from .run_form import FormModel as _Config
+from .run_form import PathObject
 from .storage import StorageChoice
 from .sync import SyncConfig
 
@@ -27,6 +30,7 @@ Delays = Annotated[_DelayOfEach, _DELAYS]
 Backend = Literal["gloo", "nccl", "cpu:gloo,cuda:nccl", "mpi", "ucc", "xccl"]
 LogRanks = Literal["all", "rank0", "local0"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+Directory = Annotated[str | PathObject, BeforeValidator(lambda it: os.fspath(it) if isinstance(it, Path) else it)]
 
 
 class ScalingConfig(_Config):
@@ -158,7 +162,7 @@ class RunConfig(_Config):
         "exists in its full size. none: not at all.",
     )
 
-    working_dir: str | None = Field(
+    working_dir: Directory | None = Field(
         default=None,
         title="Working directory",
         description="A directory of the flow's machine that comes along to all machines, of up to 100 MiB: ranks run in a copy "

@@ -48,7 +48,7 @@ def test_ranks_run_in_a_copy_of_the_working_directory(tmp_path, monkeypatch):
     project.mkdir()
     for name, text in {"training_of_project.py": TRAIN, "beside.py": "VALUE = 7", "settings.txt": "slow"}.items():
         (project / name).write_text(text)
-    run = RunConfig(name="run", storage=str(tmp_path / "store"), working_dir=str(project))
+    run = RunConfig(name="run", storage=str(tmp_path / "store"), working_dir=project)
     result = train("training_of_project:main", None, ScalingConfig(num_workers=2), run)
     assert len(result.return_value) == 2
     for value, settings, file, cwd in result.return_value:
@@ -77,7 +77,7 @@ def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_
         store.spec.url,
         "run",
         scaling=ScalingConfig(num_workers=2, cluster=Hosts(["a", "b"], **here)),
-        working_dir=str(project),
+        working_dir=project,
         log_ranks="rank0",
         log_level="WARNING",
     ).values()

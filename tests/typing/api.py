@@ -49,7 +49,7 @@ result: Result = train(
     train_fn,
     config={"epochs": 5},
     scaling=ScalingConfig(num_workers=2, use_gpu=False),
-    run=RunConfig(name="digits", storage=Path("checkpoints"), resume="auto"),
+    run=RunConfig(name="digits", storage=Path("checkpoints"), resume="auto", working_dir=Path("code")),
     checkpoint=CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="val_loss", checkpoint_score_order="min"),
     failure=FailureConfig(max_failures=3),
     resume_from=None,

@@ -57,7 +57,7 @@ class WorkingDirectory:
             run.storage.delete(former)  # the ranks of older attempts are fenced
 
 
-def pack_directory(directory: str, storage: str, evaluation: str | None = None) -> WorkingDirectory:
+def pack_directory(directory: str | Path, storage: str, evaluation: str | None = None) -> WorkingDirectory:
     """Return `directory` packed, without version control, virtual environments, caches and what `.prefectignore` names.
 
     Args:
