@@ -49,7 +49,7 @@ class Trial:
         config: The config of its function, including the config that all trials share.
         metrics: The newest value of each metric that it reported.
         state: "completed", "stopped" (by the scheduler), "paused", "running" or "failed".
-        reason: Why it was stopped or paused, or its error; None otherwise.
+        reason: Why it was stopped or paused, or completed before its function returned, or its error; None otherwise.
         run: The name of its run, in the sweep's storage.
         storage: The sweep's storage.
 
