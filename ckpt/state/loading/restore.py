@@ -21,7 +21,16 @@ from prefect_torch.ckpt.state.staging.device_copies import bytes_of
 
 from .load_plan import Get, LoadPlan, Node, Path, tensors_in
 from .optimizers import restore_optimizer
-from .targets import does_more_than_copy, fill_tensor, filled, in_form_of, resizable_buffers, why_unwritable, with_versions
+from .targets import (
+    does_more_than_copy,
+    fill_tensor,
+    filled,
+    in_form_of,
+    resizable_buffers,
+    set_items,
+    why_unwritable,
+    with_versions,
+)
 
 
 def plan_restore(plan: LoadPlan, state: MutableMapping[str, Any]) -> None:
@@ -263,7 +272,7 @@ def _has_names(target: Any, value: Any) -> bool:
 
 
 def _assigns(target: MutableMapping[Any, Any], key: Any, get: Get) -> Callable[[], None]:
-    return lambda: target.update(in_form_of(target, {key: get()}))
+    return lambda: set_items(target, in_form_of(target, {key: get()}))
 
 
 def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Callable[[], None]:

@@ -37,9 +37,18 @@ def filled(target: Any, value: Any) -> Any:
         return target
     if isinstance(target, (dict, set)):
         target.clear()
-        target.update(value)
+        if isinstance(target, set):
+            target.update(value)
+        else:
+            set_items(target, value)
         return target
     return value
+
+
+def set_items(target: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Set `items` one by one: the `update` that a user's own kind of dict inherits does not call its `__setitem__`."""
+    for key, item in items.items():
+        target[key] = item
 
 
 def in_form_of(former: Any, value: Any) -> Any:

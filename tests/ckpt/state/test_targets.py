@@ -56,7 +56,15 @@ def test_containers_are_filled_and_not_replaced_since_their_owner_may_hold_them_
 
 
 class Options(dict):
-    """A dict of a user's own."""
+    """A dict of a user's own, which notices what is set."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.set = []
+
+    def __setitem__(self, name, item):
+        super().__setitem__(name, item)
+        self.set.append(name)
 
 
 class Cache:
@@ -80,6 +88,13 @@ def test_a_kind_of_dict_that_begins_empty_is_filled_with_tensors(store, kind):
     assert state["held"] is held
     assert {name: tensor.tolist() for name, tensor in held.items()} == {"b": [1, 1], "a": [0]}
     assert list(held) == ["b", "a"]
+
+
+@pytest.mark.parametrize("begun", [{}, {"c": torch.ones(1)}])
+def test_a_kind_of_dict_with_setitem_of_its_own_notices_each_item(store, begun):
+    held = Options(**begun)
+    stored(store, {"held": Options(a=torch.zeros(1), b=torch.ones(2), **begun)}).load_state({"held": held})
+    assert held.set == ["a", "b"]
 
 
 def test_an_object_gets_an_ordered_dict_of_tensors_as_one(store):
