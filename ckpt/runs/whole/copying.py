@@ -37,6 +37,7 @@ from prefect_torch.ckpt.storage.sizes import find_other_size, find_size, require
 _BATCH_BYTES = 16 * 2**30  # an interrupted copy leaves the checkpoints of one batch incomplete
 _BATCH = 256
 _RENEW_S = 3600.0  # a collection believes a mark for two days
+_NOT_COPIED = "so nothing that needs it was copied: prefect-torch verify names all the damage"
 # Of records in bytes, as listed, by their keys; None: it is not listed yet, and may be missing.
 _Sizes: TypeAlias = Mapping[str, int | None]
 _logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     Raises:
         CheckpointCorruptError: If the source's data differ from what was committed; the manifest is not copied then.
-        CheckpointNotFoundError: If a file is gone, such as by a prune; a repeated copy leaves that checkpoint out.
+        CheckpointNotFoundError: If a checkpoint is gone, such as by a prune; a repeated copy leaves it out.
         StorageError: If data were deleted in the target meanwhile, or a record arrives with another size than it is listed
             with, until the retries end; a repeated copy continues.
         FileExistsError: If a training has begun in the target; nothing is copied then. If the target's filesystem takes the
@@ -155,10 +156,10 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     """
     _check_not_trained(plan.layout, plan.records, target)  # again: a plan may take minutes
 
-    def copy_one(item: tuple[str, FileEntry]) -> int:
+    def copy_one(item: tuple[str, str, FileEntry]) -> int:
         marks.renew()
-        key, entry = item
-        with _naming_pruned(key, source):
+        manifest, key, entry = item
+        with _naming_missing(key, manifest, source):
             copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
         advance(entry.bytes)
         return copied
@@ -172,8 +173,9 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         _copy_records(plan.attached[checkpoint_id], source, target)
 
     def copy_manifest(manifest: Manifest) -> None:
-        with _naming_pruned(layout.manifest(manifest.id), source):
-            _copy_manifest(layout.manifest(manifest.id), manifest, source, target)
+        key = layout.manifest(manifest.id)
+        with _naming_missing(key, key, source):
+            _copy_manifest(key, manifest, source, target)
 
     layout = plan.layout
     _copy_records(plan.records, source, target)
@@ -182,7 +184,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
         marks.renew()
-        copied += sum(for_each([(layout.data(it.id, entry.path), entry) for it in batch for entry in it.files], copy_one))
+        files = [(layout.manifest(it.id), layout.data(it.id, entry.path), entry) for it in batch for entry in it.files]
+        copied += sum(for_each(files, copy_one))
         for it in batch:
             _check_distinct(layout, it, target)
         for_each([it.id for it in batch], copy_attached)
@@ -250,14 +253,16 @@ def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
 
 
 @contextmanager
-def _naming_pruned(key: str, source: Storage) -> Iterator[None]:
-    """Name the object of the source that is missing, and what to do."""
+def _naming_missing(key: str, manifest: str, source: Storage) -> Iterator[None]:
+    """Name the object of the source that is missing, and what to do; a prune deletes the manifest first."""
     try:
         yield
     except FileNotFoundError as exc:
         path = source.local_path(key)
         if find_size(source, key) is not None or (path is not None and path.exists()):  # the target lacks something, or no file
             raise
+        if find_size(source, manifest) is not None:
+            raise CheckpointCorruptError(f"{source.url}/{key} is missing, {_NOT_COPIED}") from exc
         raise CheckpointNotFoundError(
             f"{source.url}/{key} is gone: its checkpoint was pruned or deleted while it was copied; the same command copies "
             "the checkpoints that are left"
@@ -273,10 +278,7 @@ def _copy_as_is(key: str, source: Storage, target: Storage) -> int:
 
 
 def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> int:
-    differs = CheckpointCorruptError(
-        f"{source.url}/{key} differs from what was committed, so nothing that needs it was copied: prefect-torch verify names "
-        "all the damage"
-    )
+    differs = CheckpointCorruptError(f"{source.url}/{key} differs from what was committed, {_NOT_COPIED}")
     with _as_file(key, source) as path:
         # A pipe has no size here, and would block; a file that has grown could fill the target.
         if source.local_path(key) is not None and source.size(key) != entry.bytes:

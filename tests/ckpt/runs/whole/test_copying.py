@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt import CheckpointNotFoundError, StorageError
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
@@ -142,3 +142,11 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_named_and_left_out_by_a_repeat
     copy_planned(plan_copy(source, source.list(), whole=True), source.storage, target, lambda _: None)
     assert Run.open(target, "run").exists(left[-1].id)
     assert not Run.open(target, "run").exists(pruned.id)
+
+
+def test_a_file_that_is_missing_is_damage_while_its_manifest_is_there(source, plan):
+    missing = source.layout.data(plan.checkpoints[0].id, plan.checkpoints[0].files[0].path)
+    source.storage.delete([missing])
+    with pytest.raises(CheckpointCorruptError, match=rf"{missing} is missing, so .*: prefect-torch verify names"):
+        copy_planned(plan, source.storage, target := MemoryStorage(), lambda _: None)
+    assert not Run.open(target, "run").exists(plan.checkpoints[0].id)
