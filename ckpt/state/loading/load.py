@@ -86,7 +86,12 @@ def _load(
 
 @contextmanager
 def opened(source: Source) -> Iterator[StateReader]:
-    """Yield the reader of a checkpoint's files; in a local directory they stay in place meanwhile, despite any prune."""
+    """Yield the reader of a checkpoint's files; in a local directory they stay in place meanwhile, despite any prune.
+
+    Raises:
+        CheckpointNotFoundError: If the checkpoint was pruned, also meanwhile.
+
+    """
     if isinstance(source, Path):
         storage = LocalStorage(source)
         files = {info.key: FileEntry(info.key, info.bytes, "", 0) for info in storage.list("")}  # their digests are not known
@@ -94,7 +99,11 @@ def opened(source: Source) -> Iterator[StateReader]:
         return
     run, manifest = source
     with in_place(run, manifest, manifest.files):
-        yield StateReader(run.storage, run.layout.data(manifest.id), run.path_of(manifest.id), _by_path(manifest))
+        try:
+            yield StateReader(run.storage, run.layout.data(manifest.id), run.path_of(manifest.id), _by_path(manifest))
+        except CheckpointCorruptError:
+            run.check_exists(manifest.id)  # a prune deletes the manifest first
+            raise
 
 
 @contextmanager
@@ -117,7 +126,7 @@ def read_index(reader: StateReader) -> StateIndex:
 
     Raises:
         CheckpointNotFoundError: If the checkpoint holds no state.
-        CheckpointCorruptError: If the index differs from the committed one.
+        CheckpointCorruptError: If the index is missing or differs from the committed one.
 
     """
     where = f"{reader.where}/{INDEX_FILE}"
@@ -140,7 +149,7 @@ def read_index(reader: StateReader) -> StateIndex:
         try:
             data = with_retries(storage, "reading", key, get)
         except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(f"{where} is missing") from exc
+            raise CheckpointCorruptError(f"{where} is missing") from exc
         if known.digest and xxhash.xxh3_128_hexdigest(data) != known.digest:
             raise CheckpointCorruptError(f"{where} differs from what was committed")
         return StateIndex.decode(data, where, {path: entry.bytes for path, entry in reader.files.items()})

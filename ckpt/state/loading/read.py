@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, StateMismatchError
+from prefect_torch.ckpt.errors import CheckpointCorruptError, StateMismatchError
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.state.index import ValueEntry
 from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
@@ -79,8 +79,7 @@ class StateReader:
         has queued on the devices' current streams, and before all work that is queued after this returns.
 
         Raises:
-            CheckpointCorruptError: If bytes are missing or differ; blocks read before stay.
-            CheckpointNotFoundError: If a file is missing.
+            CheckpointCorruptError: If bytes, or a file, are missing or differ; blocks read before stay.
 
         """
         if not blocks:
@@ -129,7 +128,7 @@ class StateReader:
         try:
             count = with_retries(storage, "reading", key, read)
         except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(f"{self.where}/{first.file} is missing") from exc
+            raise CheckpointCorruptError(f"{self.where}/{first.file} is missing") from exc
         if count != len(data):
             raise CheckpointCorruptError(f"{self.where}/{first.file} ends {len(data) - count} bytes early")
 

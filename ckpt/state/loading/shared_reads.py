@@ -41,8 +41,7 @@ class SharedReads:
         """Read `blocks` as `StateReader.read` does; files that all ranks of the node need are downloaded once.
 
         Raises:
-            CheckpointCorruptError: If bytes are missing or differ; blocks read before stay.
-            CheckpointNotFoundError: If a file is missing.
+            CheckpointCorruptError: If bytes, or a file, are missing or differ; blocks read before stay.
 
         """
         common = files_in_common(blocks, self.reader.files.values(), self.copy.num_readers)

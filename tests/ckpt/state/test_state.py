@@ -13,10 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import (
     Checkpoint,
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointStore,
     CommitFailedError,
     RankLocal,
     RankLocalStateError,
@@ -486,8 +488,18 @@ def test_damage_is_found_by_a_load(store, file, how):
         one.unlink()
     else:
         damage(one, how, other)
-    with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError)):
+    with pytest.raises(CheckpointCorruptError):
         load(store.checkpoint(store.list()[0]), {"w": torch.zeros(1000, 500), "text": ""})
+
+
+def test_a_checkpoint_that_is_pruned_during_a_load_is_not_damaged():
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    report_states(store, lambda epoch, rank: {"w": torch.full((1000, 500), float(epoch))}, 1)
+    checkpoint = store.checkpoint(store.list()[0])
+    files = [store.layout.data(checkpoint.id, entry.path) for entry in checkpoint.manifest.files]
+    store.storage.delete([store.layout.manifest(checkpoint.id), *files])
+    with pytest.raises(CheckpointNotFoundError, match=f"no checkpoint {checkpoint.id}: it was pruned"):
+        load(checkpoint, {"w": torch.zeros(1000, 500)})
 
 
 def test_a_state_that_is_nested_too_deeply_to_be_loaded_is_refused(store):
