@@ -18,7 +18,18 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, TrainConte
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.deployments.command_line.program import prefect_torch as command_line
-from prefect_torch.flows import CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from prefect_torch.flows import (
+    CheckpointConfig,
+    DaskCluster,
+    FailureConfig,
+    Hosts,
+    KubernetesCluster,
+    RayCluster,
+    Result,
+    RunConfig,
+    ScalingConfig,
+    SlurmCluster,
+)
 from ranks import Attempt
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +129,14 @@ def test_links_to_sources_lead_to_pages_of_them(site):
 def test_the_reference_has_every_public_name(site):
     reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
     assert [name for name in PUBLIC if not re.search(rf'id="prefect_torch\.\w+\.{name}"', reference)] == []
+
+
+def test_the_reference_has_what_classes_inherit(site):
+    names = [f"ckpt.CheckpointStore.{name}" for name in ("open", "get", "path_of", "pinned")]
+    for cluster in (DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster):
+        names += [f"flows.{cluster.__name__}.{field}" for field in cluster.model_fields if field != "kind"]
+    reference = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    assert [name for name in names if f'id="prefect_torch.{name}"' not in reference] == []
 
 
 def test_the_reference_says_what_settings_mean(site):
