@@ -110,7 +110,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    best_checkpoints_first(store.list(), score)  # refuses a metric that no checkpoint has: it would delete arbitrary ones
+    best_checkpoints_first(store.list(), score)  # refuses a metric that is no number anywhere: it would delete arbitrary ones
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 

@@ -7,7 +7,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifes
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
-from prefect_torch.ckpt.runs.metrics import find_metric, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import as_command, show_some
@@ -115,10 +115,14 @@ def best_checkpoints_first(manifests: list[Manifest], score: Score) -> list[Mani
     """Return `manifests` best first.
 
     Raises:
-        ValueError: If none of one or more manifests has the metric.
+        ValueError: If none of one or more manifests has a number as this metric: the order would be arbitrary.
 
     """
-    if manifests and all(find_metric(manifest.metrics, score.metric) is None for manifest in manifests):
-        names = sorted({name for manifest in manifests for name, _ in flatten_metrics(manifest.metrics)})
-        raise ValueError(f"no checkpoint has the metric {score.metric!r}; they have {', '.join(names) or 'none'}")
+
+    def has_score(manifest: Manifest, name: str) -> bool:
+        return find_score(manifest.metrics, name) is not None
+
+    if manifests and not any(has_score(manifest, score.metric) for manifest in manifests):
+        names = sorted({name for it in manifests for name, _ in flatten_metrics(it.metrics) if has_score(it, name)})
+        raise ValueError(f"no checkpoint has a number as the metric {score.metric!r}; they have {', '.join(names) or 'none'}")
     return sort_by_score(manifests, score.metric, score.order)
