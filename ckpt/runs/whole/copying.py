@@ -50,7 +50,7 @@ class CopyPlan:
     Attributes:
         layout: The keys of the run.
         records: The records of the run, those that others rely on first.
-        aside: The data of the checkpoints in quarantine, which may be damaged, and are copied as they are.
+        aside: The data of each checkpoint in quarantine, by its id; they may be damaged, and are copied as they are.
         checkpoints: The manifests of the checkpoints, oldest first.
         attached: The evaluations and the changed metadata of each checkpoint, also in quarantine, by its id.
         logs: The logs of evaluations, which count as garbage before their checkpoints are there.
@@ -59,7 +59,7 @@ class CopyPlan:
 
     layout: Layout
     records: _Sizes
-    aside: Sequence[ObjectInfo] = ()
+    aside: Mapping[str, Sequence[ObjectInfo]] = field(default_factory=dict)
     checkpoints: Sequence[Manifest] = ()
     attached: Mapping[str, _Sizes] = field(default_factory=dict)
     logs: _Sizes = field(default_factory=dict)
@@ -67,7 +67,8 @@ class CopyPlan:
     @property
     def bytes(self) -> int:
         """The size of the data."""
-        return sum(it.total_bytes for it in self.checkpoints) + sum(info.bytes for info in self.aside)
+        aside = sum(info.bytes for infos in self.aside.values() for info in infos)
+        return sum(it.total_bytes for it in self.checkpoints) + aside
 
 
 def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPlan:
@@ -77,13 +78,12 @@ def plan_copy(run: Run, manifests: Iterable[Manifest], *, whole: bool) -> CopyPl
     """
     layout = run.layout
     chosen = sorted(manifests, key=lambda it: it.id)
-    quarantined = quarantined_ids(run) if whole else []
-    aside = [info for it in quarantined for info in run.storage.list(layout.data(it))]
+    aside = {it: list(run.storage.list(layout.data(it))) for it in quarantined_ids(run)} if whole else {}
     unlisted = [layout.run_info, *([layout.sweep, layout.last_pin] if whole else [])]
     records: dict[str, int | None] = dict.fromkeys(unlisted)
     for prefix in layout.copied if whole else layout.copied_with_checkpoints:
         records.update(_listed(run, prefix))
-    ids = list(dict.fromkeys([*quarantined, *(it.id for it in chosen)]))
+    ids = list(dict.fromkeys([*aside, *(it.id for it in chosen)]))
     evaluations = read_all(ids, lambda it: _listed(run, layout.evaluations(it)))
     attached = {it: {**listed, layout.metadata(it): None} for it, listed in zip(ids, evaluations, strict=True)}
     logs = _listed(run, layout.all_evaluation_logs) if whole else {}
@@ -137,7 +137,8 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     Every byte of the data is digested on its way, and compared with the manifest's digest; data that the target has already are
     read and compared. Of those in quarantine, and of records, only the sizes are. A manifest is compared with its own digest;
-    one that is damaged is as planned in the copy, with a warning.
+    one that is damaged is as planned in the copy, with a warning. A checkpoint in quarantine that an earlier copy committed in
+    the target, before it was damaged, stays as it is there.
 
     Args:
         plan: What to copy.
@@ -178,8 +179,11 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
             _copy_manifest(key, manifest, source, target)
 
     layout = plan.layout
-    _copy_records(plan.records, source, target)
-    copied = sum(for_each(plan.aside, copy_as_is))
+    intact = {it for it in plan.aside if find_size(target, layout.manifest(it)) is not None}  # copied before the damage
+    notes = {layout.quarantine(it) for it in intact}
+    _copy_records({key: size for key, size in plan.records.items() if key not in notes}, source, target)
+    advance(sum(info.bytes for it in intact for info in plan.aside[it]))
+    copied = sum(for_each([info for it in plan.aside.keys() - intact for info in plan.aside[it]], copy_as_is))
     for_each(plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}, copy_attached)
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)

@@ -67,6 +67,18 @@ def test_what_is_in_quarantine_is_copied_as_it_is_and_can_be_restored_there(stor
     assert "stays in quarantine, since it is damaged" in command("restore", target, "run", damaged.id)[2]
 
 
+def test_a_checkpoint_that_was_damaged_since_an_earlier_copy_stays_whole_there(storage, command, tmp_path, target):
+    store = store_run(storage, tmp_path / "scratch")
+    command("copy", storage, "run", target)
+    before = contents(target)
+    damaged = store.latest()
+    store.storage.put_bytes(store.layout.data(damaged.id, "model"), b"short")
+    quarantine(store, damaged.id, "model differs")
+    assert command("copy", storage, "run", target)[0] == 0
+    assert contents(target) == before
+    assert command("verify", target, "run")[0] == 0
+
+
 def test_one_checkpoint_is_copied_with_what_its_run_needs(local, command, as_json, tmp_path, target):
     store = store_run(local, tmp_path / "scratch")
     store.attach_metrics(store.list()[0].id, {"accuracy": 0.5})
