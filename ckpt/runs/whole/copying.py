@@ -185,6 +185,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
     advance(sum(info.bytes for it in intact for info in plan.aside[it]))
     copied = sum(for_each([info for it in plan.aside.keys() - intact for info in plan.aside[it]], copy_as_is))
     for_each(plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}, copy_attached)
+    aside_there = {info.key for info in target.list(layout.quarantined)}
     for batch in _batches(plan.checkpoints):
         marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
         marks.renew()
@@ -195,6 +196,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
         for_each([it.id for it in batch], copy_attached)
         for_each(batch, copy_manifest)
         for_each(batch, lambda it: _check_stays(layout, it, target))
+        target.delete(aside_there.intersection(layout.quarantine(it.id) for it in batch))  # restored since an earlier copy
         marks.remove()
     _copy_records(plan.logs, source, target)
     return copied

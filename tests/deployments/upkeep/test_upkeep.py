@@ -79,6 +79,20 @@ def test_a_checkpoint_that_was_damaged_since_an_earlier_copy_stays_whole_there(s
     assert command("verify", target, "run")[0] == 0
 
 
+def test_a_checkpoint_that_was_restored_since_an_earlier_copy_is_not_in_quarantine_there(
+    storage, command, as_json, tmp_path, target
+):
+    store = store_run(storage, tmp_path / "scratch")
+    restored = store.latest()
+    quarantine(store, restored.id, "model differs")
+    command("copy", storage, "run", target)
+    assert [it["id"] for it in as_json("show", target, "run")["quarantined"]] == [restored.id]
+    store.restore(restored.id)
+    assert command("copy", storage, "run", target)[0] == 0
+    assert as_json("show", target, "run")["quarantined"] == []
+    assert command("verify", target, "run")[0] == 0
+
+
 def test_one_checkpoint_is_copied_with_what_its_run_needs(local, command, as_json, tmp_path, target):
     store = store_run(local, tmp_path / "scratch")
     store.attach_metrics(store.list()[0].id, {"accuracy": 0.5})
