@@ -513,6 +513,17 @@ def test_pins(storage, command):
     assert store.pinned() == frozenset()
 
 
+@pytest.mark.parametrize("name", ["show", "verify", "pin", "pull"])
+def test_a_checkpoint_in_quarantine_is_not_said_to_be_pruned(local, command, tmp_path, name):
+    store = train(local)
+    damaged = next(store.ids())
+    quarantine(store, damaged, "model differs")
+    code, _, err = command(name, local, "run", damaged, *([tmp_path / "target"] if name == "pull" else []))
+    assert code == 1
+    assert f"{damaged} of run 'run' is in quarantine" in err
+    assert f"prefect-torch restore {local} run {damaged}" in err
+
+
 def test_a_pin_of_a_checkpoint_in_quarantine_is_taken_back_by_its_whole_id(local, command):
     store = train(local)
     first = next(store.ids())

@@ -10,6 +10,7 @@ from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
 from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import as_command, show_some
 from prefect_torch.deployments.command_line.arguments import open_existing_storage
 
@@ -52,7 +53,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order
 
     """
     if is_id(text):
-        return store.get(text)
+        return _by_id(store, text)
     if text == "latest":
         found = store.latest()
     elif text == "best":
@@ -63,6 +64,19 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order
     if found is None:
         raise CheckpointNotFoundError(f"run {store.run!r} in {store.storage.url} has no checkpoint yet")
     return found
+
+
+def _by_id(store: CheckpointStore, checkpoint_id: str) -> Manifest:
+    try:
+        return store.get(checkpoint_id)
+    except CheckpointNotFoundError as exc:
+        if find_size(store.storage, store.layout.quarantine(checkpoint_id)) is None:
+            raise
+        restore = as_command("restore", store.storage.url, store.run, checkpoint_id)
+        raise CheckpointNotFoundError(
+            f"checkpoint {checkpoint_id} of run {store.run!r} is in quarantine, since it was damaged; when its files are "
+            f"repaired, {restore} returns it"
+        ) from exc
 
 
 def _only_id(store: CheckpointStore, beginning: str) -> str:
