@@ -1,7 +1,7 @@
 """A progress bar on stderr, on a terminal only."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
@@ -16,15 +16,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+_LOOK_EVERY_S = 0.1
 T = TypeVar("T")
 
 
 def in_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`; its transfers cannot be stopped, so a thread does it, and Ctrl-C does not wait for that."""
     pool = ThreadPoolExecutor(1, "prefect-torch-work")  # not as a context manager, which would wait
-    result = pool.submit(work).result()
+    done = pool.submit(work)
+    while not wait([done], _LOOK_EVERY_S).done:  # a signal that comes just before a wait does not end it
+        pass
     pool.shutdown()
-    return result
+    return done.result()
 
 
 @contextmanager
