@@ -32,6 +32,7 @@ _WRAPPERS = {"blockcache", "cached", "dir", "filecache", "generic", "simplecache
 _LOGIN_REFUSED = re.compile(
     r"\w*(?:Authentication|Logon|Login|PasswordRequired)|\w+: (?:530 |No authentication methods|Server .* not found in)"
 )
+_SFTP_FAILURE = "OSError: Failure"
 
 
 class FsspecStorage:
@@ -293,6 +294,8 @@ class FsspecStorage:
                 raise full_storage(text, where) from exc
             if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})") from exc
+            if text == _SFTP_FAILURE:
+                text += " (SFTP servers give no other reason on a full or read-only disk)"
             raise StorageError(f"{where}: {text}") from exc
 
 

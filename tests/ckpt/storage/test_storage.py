@@ -54,6 +54,7 @@ from prefect_torch.ckpt.storage.retry import (
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 from servers import ACCESS_KEY, SECRET_KEY, S3Server, ScriptedServer, free_port
+from small_disk import mounted
 from storage_contract import PartialWrites, StorageContract, WholeWritesContract
 
 VERBS = {
@@ -757,6 +758,12 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}", {**sshd.options(), "key_filename": str(tmp_path / "other")})
         with pytest.raises(PermissionError, match=r"check the credentials .*Authentication"):
             storage.get_bytes("run/x")
+
+    def test_the_error_on_a_full_disk_says_that_it_may_be_full(self, sshd, tmp_path):
+        with mounted(tmp_path / "disk") as disk:
+            storage = FsspecStorage(f"sftp://127.0.0.1{disk}", sshd.options())
+            with pytest.raises(StorageError, match=r"run/x: OSError: Failure \(SFTP servers .* full or read-only disk\)"):
+                storage.put_buffers("run/x", [memoryview(bytes(2**21))])
 
     def test_a_login_without_a_key_is_told_at_once(self, sshd, tmp_path):
         options = {"port": sshd.options()["port"], "look_for_keys": False, "allow_agent": False}
