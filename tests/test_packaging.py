@@ -23,7 +23,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = ["package", "ckpt", "tasks", "flows", "deployments"]
 # Before another name joins: `python -c "from pydantic import NAME"` with that version.
 OF_PYDANTIC_2_10_1 = {
-    *("BaseModel", "BeforeValidator", "ConfigDict", "Field", "FiniteFloat", "GetJsonSchemaHandler", "HttpUrl", "InstanceOf"),
+    *("BaseModel", "BeforeValidator", "ConfigDict", "Field", "FiniteFloat", "GetJsonSchemaHandler", "GetPydanticSchema"),
+    *("HttpUrl", "InstanceOf"),
     *("PlainSerializer", "SecretStr", "SerializeAsAny", "SerializerFunctionWrapHandler", "TypeAdapter", "ValidationError"),
     *("ValidationInfo", "ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator", "field_validator"),
     *("model_serializer", "model_validator"),
