@@ -112,7 +112,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without some characters
     if (exit_code := run()) == INTERRUPTED:
-        os._exit(exit_code)  # a normal exit would wait for threads that read or write the storage
+        with suppress(OSError):  # nobody reads it
+            sys.stdout.flush()
+        os._exit(exit_code)  # threads that read or write the storage cannot be stopped, and a normal exit would wait for them
     sys.exit(exit_code)
 
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Annotated, Any
 
 from prefect.blocks.core import Block
@@ -17,6 +16,7 @@ from prefect_torch.ckpt.storage.specs.location import URL, URL_WITH_LOGIN, is_bl
 from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
 from pydantic.json_schema import SkipJsonSchema
 
+from .run_form import PathObject
 from .settings import TorchSettings
 from .sync import SyncConfig
 
@@ -73,9 +73,8 @@ def _masked(value: Any) -> Any:
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]
 # An object of another integration's block: a form shows only those that this package can name, and takes "gcs-bucket/NAME".
 _CloudBlock = SkipJsonSchema[InstanceOf[Block]]
-_Path = SkipJsonSchema[InstanceOf[Path]]  # for type checkers: `check_choice` has made a text of it
-StorageChoice = Annotated[
-    _Text | StorageBlock | _CloudBlock | _Path, BeforeValidator(check_choice), WrapSerializer(_mask_settings)
+StorageChoice = Annotated[  # with a path for type checkers only: `check_choice` has made a text of it
+    _Text | StorageBlock | _CloudBlock | PathObject, BeforeValidator(check_choice), WrapSerializer(_mask_settings)
 ]
 
 

@@ -20,12 +20,15 @@ _LOOK_EVERY_S = 0.1
 T = TypeVar("T")
 
 
-def in_thread(work: Callable[[], T]) -> T:
-    """Return the result of `work`; its transfers cannot be stopped, so a thread does it, and Ctrl-C does not wait for that."""
+def in_thread(work: Callable[[], T], look: Callable[[], object] = lambda: None) -> T:
+    """Return the result of `work`; its transfers cannot be stopped, so a thread does it, and Ctrl-C does not wait for that.
+
+    Meanwhile `look` is called, ten times a second.
+    """
     pool = ThreadPoolExecutor(1, "prefect-torch-work")  # not as a context manager, which would wait
     done = pool.submit(work)
     while not wait([done], _LOOK_EVERY_S).done:  # a signal that comes just before a wait does not end it
-        pass
+        look()
     pool.shutdown()
     return done.result()
 

@@ -3,12 +3,12 @@
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import click
+from click.exceptions import Exit
 from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, remove_metadata
 from prefect_torch.ckpt.files.selection import choose_files
@@ -23,10 +23,9 @@ from prefect_torch.deployments.command_line.arguments import (
 )
 from prefect_torch.deployments.command_line.terminal import INTERRUPTED, note, say
 
-from .progress import progress_bar
+from .progress import in_thread, progress_bar
 from .selection import find_checkpoint, open_training
 
-_LOOK_EVERY_S = 0.1
 _BLOCK_BYTES = 512  # the unit of st_blocks (man 2 stat)
 _WHOLE = "model.safetensors"
 
@@ -128,25 +127,23 @@ def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> li
         move_all(moves)
         return [place for _, place in moves]
     except KeyboardInterrupt:
-        shutil.rmtree(partial, ignore_errors=True)
         note(f"prefect-torch: interrupted; {left}")
-        os._exit(INTERRUPTED)  # downloading threads cannot be stopped, and a normal exit would wait for them
+        raise Exit(INTERRUPTED) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _show_progress(partial: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
     with progress_bar("pulling", total_bytes, unit="bytes") as bar:
-        pool = ThreadPoolExecutor(1, "prefect-torch-pull")  # not as a context manager, which would wait for it after Ctrl-C
-        done = pool.submit(write, partial)
         shown = 0
-        while not wait([done], _LOOK_EVERY_S).done:
-            written = _bytes_below(partial)
+
+        def show(written: int) -> None:
+            nonlocal shown
             bar(written - shown)
             shown = written
-        done.result()
-        bar(total_bytes - shown)
-        pool.shutdown()
+
+        in_thread(lambda: write(partial), lambda: show(_bytes_below(partial)))
+        show(total_bytes)
 
 
 def _bytes_below(directory: Path) -> int:

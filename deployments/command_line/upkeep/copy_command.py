@@ -1,6 +1,5 @@
 """`copy`: a run, or one of its checkpoints, to another storage."""
 
-import os
 from typing import Any
 
 import click
@@ -58,7 +57,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     left_out: list[str] = []
     if is_whole_sweep:
         count = show_count(len(trials), "trial")
-        of_trials = for_each(trials, lambda trial: plan_copy(trial, _readable(trial, left_out), whole=True))
+        of_trials = in_thread(lambda: for_each(trials, lambda it: plan_copy(it, _readable(it, left_out), whole=True)))
         plans = [plan_copy(store, (), whole=True), *of_trials]
     else:
         manifests = [find_checkpoint(store, chosen[0], metric, order)] if chosen else _readable(store, left_out)
@@ -69,7 +68,7 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
             copied = in_thread(lambda: sum(copy_planned(plan, store.storage, target, bar) for plan in plans))
     except KeyboardInterrupt:
         note("prefect-torch: interrupted; the same command continues")
-        os._exit(INTERRUPTED)  # transfers in threads cannot be stopped, and a normal exit would wait for them
+        return INTERRUPTED
     there = show_bytes(size - copied)
     say(
         f"{count} of run {run} in {target.url}: {show_bytes(copied)} copied" + (f", {there} was there" if size > copied else "")
