@@ -123,6 +123,8 @@ class CheckpointStore(Run):
             up_to: Checkpoints newer than this id stay in addition; None for no such limit.
 
         Raises:
+            ValueError: If no checkpoint has the policy's metric, so that arbitrary ones would be deleted; not if it is the
+                metric of the run's own policy.
             StorageError: If a deletion failed. The other deletions were done, unless the storage no longer answers; the next
                 prune tries again.
             UnsupportedFormatError: If a newer version trains the run.

@@ -63,6 +63,7 @@ def prune(
         CheckpointError: If a run cannot be read, such as one of a newer version; the others were pruned.
         PermissionError: If a run's own files may not be read; the others were pruned.
         FileNotFoundError: If one of `runs` does not exist; then nothing was deleted.
+        ValueError: If no checkpoint of a run has the metric of `checkpoint`; nothing of it was deleted, the others were pruned.
 
     """
     spec = configured_storage(storage)

@@ -46,6 +46,8 @@ def prune_checkpoints(
         garbage: Whether to look for data that were never committed.
 
     Raises:
+        ValueError: If no checkpoint has the policy's metric, so that arbitrary ones would be deleted; not in a prune of the
+            training itself, nor if it is the metric of the run's own policy.
         FencedError: If a newer attempt owns the run, which may restore a checkpoint that this one would delete; also halfway.
         StorageError: If something could not be deleted; the next prune tries again. Where the storage refuses every deletion,
             the prune of a training completes, with a warning, and keeps the checkpoints to delete, for the reason `REFUSED`.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
 
 Order: TypeAlias = Literal["max", "min"]
 
@@ -157,6 +157,20 @@ def sort_by_score(manifests: Sequence[C], attribute: str | None, order: Order) -
     if attribute is None:
         return newest_first
     return sorted(newest_first, key=lambda manifest: score(manifest.metrics, attribute, order), reverse=True)
+
+
+def require_score(run: str, manifests: Sequence[Committed], attribute: str | None) -> None:
+    """Raise unless one of the checkpoints, if there are any, has a number as the metric `attribute`: any would be the best.
+
+    Raises:
+        ValueError: Naming the run, and the metrics that they have. Not without an attribute, which sorts them by age.
+
+    """
+    if attribute is None or not manifests or any(find_score(it.metrics, attribute) is not None for it in manifests):
+        return
+    flat = {name for it in manifests for name, _ in flatten_metrics(it.metrics) if find_score(it.metrics, name) is not None}
+    has = ", ".join(sorted(flat)) or "none"
+    raise ValueError(f"no checkpoint of run {run!r} has a number as the metric {attribute!r}; they have {has}")
 
 
 def overdue_evaluations(manifests: Sequence[Dated], policy: RetentionPolicy, now: datetime) -> frozenset[str]:

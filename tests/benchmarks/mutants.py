@@ -93,12 +93,12 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/deletion/limits.py",
         "tests/ckpt/runs/test_prune_limits.py",
-        ("if status is None or (status.is_done and status.is_newest):", "if status is None:"),
-        ("status.is_done and status.is_newest)", "status.is_done)"),
+        ("if status.is_done and status.is_newest:", "if False:"),
+        ("if status.is_done and status.is_newest:", "if status.is_done:"),
         ("if status.outcome is None else None", ""),
         ("min((it for it in", "max((it for it in"),
         ("(*self.in_use, *in_use)", "tuple(in_use)"),
-        ("PruneLimits(() if restored is None else (restored,), newest_recorded(run))", "PruneLimits((), newest_recorded(run))"),
+        ("(() if restored is None else (restored,), newest_recorded(run), own", "((), newest_recorded(run), own"),
     ),
     *mutants_of(
         "ckpt/runs/deletion/garbage.py",

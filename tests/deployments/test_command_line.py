@@ -342,7 +342,7 @@ def test_a_metric_that_none_has_is_named_with_those_there_are(local, command):
     train(local)
     code, _, err = command("best", local, "run", "--metric", "los", "--order", "min")
     assert code == 1
-    assert err == "prefect-torch: no checkpoint has a number as the metric 'los'; they have loss, nested/step\n"
+    assert err == "prefect-torch: no checkpoint of run 'run' has a number as the metric 'los'; they have loss, nested/step\n"
     code, _, err = command("best", local, "run", "--metric", "nested/step")
     assert code == 2
     assert "give --order min or --order max" in err

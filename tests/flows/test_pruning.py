@@ -96,6 +96,24 @@ def test_each_run_is_pruned_by_its_own_policy(tmp_path):
     assert scores(everything) == [2]
 
 
+def test_a_metric_that_no_checkpoint_of_a_run_has_deletes_nothing_of_it(tmp_path):
+    storage = str(tmp_path / "store")
+    lacks, _ = fill(storage, "lacks", tmp_path, [3, 2, 1], {})
+    one, _ = fill(storage, "one", tmp_path, [1])
+    awaits, _ = fill(storage, "awaits", tmp_path, [3, 2, 1], {**KEEPS_ONE, "checkpoint_score_attribute": "eval/accuracy"})
+    misspelled = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="scor")
+    said = "no checkpoint of run 'lacks' has a number as the metric 'scor'; they have score"
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=said):
+            prune(storage, ["one", "lacks"], misspelled, dry_run=dry_run)
+    with pytest.raises(ValueError, match=said):
+        lacks.prune(misspelled.policy())
+    assert (scores(lacks), scores(one)) == ([3, 2, 1], [1])
+    prune(storage)  # by its own policy a run may be pruned before its evaluation
+    assert scores(awaits) == [1]
+    prune(storage, ["awaits"], CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="eval/accuracy"))
+
+
 def test_what_a_living_training_restored_stays_until_it_has_ended(tmp_path):
     store, claimed = fill(str(tmp_path / "store"), "run", tmp_path, [1, 2], is_trained=True)
     first = store.list()[0]

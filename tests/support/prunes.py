@@ -13,4 +13,5 @@ def prune_as_leader(
     in_use: tuple[str, ...] = (),
     up_to: str | None = None,
 ) -> Plan[Manifest]:
-    return prune(store, policy, PruneLimits(in_use, up_to), dry_run=dry_run)
+    limits = PruneLimits(in_use, up_to, own_metric=policy.checkpoint_score_attribute)
+    return prune(store, policy, limits, dry_run=dry_run)

@@ -18,12 +18,14 @@ class PruneLimits:
         up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
             None sets no such limit.
         attempt: The attempt that prunes, which deletes nothing once it is overtaken; None for another process.
+        own_metric: The metric of the run's own policy, which its checkpoints may lack: they may await their evaluation.
 
     """
 
     in_use: tuple[str, ...] = ()
     up_to: str | None = None
     attempt: int | None = None
+    own_metric: str | None = None
 
     def narrowed(self, in_use: Iterable[str], up_to: str | None) -> "PruneLimits":
         """Return limits that keep the checkpoints `in_use`, and those newer than `up_to`, in addition."""
@@ -42,7 +44,10 @@ def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
     """
     if status is None and has_begun(run):
         status = read_status(run)
-    if status is None or (status.is_done and status.is_newest):
+    if status is None:
         return PruneLimits()
+    own_metric = status.attempt.policy.checkpoint_score_attribute
+    if status.is_done and status.is_newest:
+        return PruneLimits(own_metric=own_metric)
     restored = status.attempt.restored_id if status.outcome is None else None
-    return PruneLimits(() if restored is None else (restored,), newest_recorded(run))
+    return PruneLimits(() if restored is None else (restored,), newest_recorded(run), own_metric=own_metric)

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.evaluations import hides_score
 from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
 from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_evaluations, plan
+from prefect_torch.ckpt.runs.retention import Plan, RetentionPolicy, overdue_evaluations, plan, require_score
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 
@@ -36,6 +36,7 @@ def prune(run: Run, policy: RetentionPolicy, limits: PruneLimits, *, dry_run: bo
 
     Raises:
         FencedError: If a newer attempt than that of `limits` owns the run.
+        ValueError: If no checkpoint has the metric of a policy that is not the run's own: arbitrary ones would be deleted.
         StorageError: If a deletion failed; a DeletionRefusedError if the storage refuses all.
 
     """
@@ -48,6 +49,8 @@ def prune(run: Run, policy: RetentionPolicy, limits: PruneLimits, *, dry_run: bo
     pinned = run.pinned()
     with no_collection():
         decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=limits.up_to, overdue=overdue)
+    if decided.drop and limits.attempt is None and policy.checkpoint_score_attribute != limits.own_metric:
+        require_score(run.name, manifests, policy.checkpoint_score_attribute)
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:

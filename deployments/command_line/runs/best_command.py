@@ -49,7 +49,7 @@ def best(storage: str, run: str, metric: str | None, order: Any, count: int, as_
         show_best_trials(store, count, as_json=as_json)
         return
     score = resolve_score(store, metric, order)
-    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_checkpoints_first(store.list(), score)[:count]]
+    chosen = [(it, find_metric(it.metrics, score.metric)) for it in best_checkpoints_first(store, score)[:count]]
     if as_json:
         print_json(
             [

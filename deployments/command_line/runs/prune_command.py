@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.limits import prune_limits
 from prefect_torch.ckpt.runs.deletion.pruning import prune as prune_run
 from prefect_torch.ckpt.runs.metrics import find_metric
-from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.runs.retention import Order, require_score
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
@@ -23,7 +23,7 @@ from prefect_torch.deployments.command_line.arguments import (
 from prefect_torch.deployments.command_line.confirmation import agrees_to_delete, yes_option
 from prefect_torch.deployments.command_line.terminal import print_json, print_table, say, show_metric
 
-from .selection import best_checkpoints_first, open_training, policy_of, resolve_score
+from .selection import open_training, policy_of, resolve_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    best_checkpoints_first(store.list(), score)  # refuses a metric that is no number anywhere: it would delete arbitrary ones
+    require_score(store.name, store.list(), score.metric)
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 

@@ -7,8 +7,7 @@ from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifes
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, newest_attempt
 from prefect_torch.ckpt.runs.attempts.begun import has_begun
 from prefect_torch.ckpt.runs.manifest import ManifestMemory, is_id
-from prefect_torch.ckpt.runs.metrics import find_score, flatten_metrics
-from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, sort_by_score
+from prefect_torch.ckpt.runs.retention import Order, RetentionPolicy, require_score, sort_by_score
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import as_command, show_some
@@ -58,7 +57,7 @@ def find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order
         found = store.latest()
     elif text == "best":
         score = resolve_score(store, metric, order)
-        found = next(iter(best_checkpoints_first(store.list(), score)), None)
+        found = next(iter(best_checkpoints_first(store, score)), None)
     else:
         return store.get(_only_id(store, text))
     if found is None:
@@ -125,18 +124,13 @@ def policy_of(attempt: Attempt | None) -> RetentionPolicy:
     return RetentionPolicy() if attempt is None else attempt.policy
 
 
-def best_checkpoints_first(manifests: list[Manifest], score: Score) -> list[Manifest]:
-    """Return `manifests` best first.
+def best_checkpoints_first(store: CheckpointStore, score: Score) -> list[Manifest]:
+    """Return the checkpoints of a run, best first.
 
     Raises:
-        ValueError: If none of one or more manifests has a number as this metric: the order would be arbitrary.
+        ValueError: If there are some, and none has a number as this metric: the order would be arbitrary.
 
     """
-
-    def has_score(manifest: Manifest, name: str) -> bool:
-        return find_score(manifest.metrics, name) is not None
-
-    if manifests and not any(has_score(manifest, score.metric) for manifest in manifests):
-        names = sorted({name for it in manifests for name, _ in flatten_metrics(it.metrics) if has_score(it, name)})
-        raise ValueError(f"no checkpoint has a number as the metric {score.metric!r}; they have {', '.join(names) or 'none'}")
+    manifests = store.list()
+    require_score(store.name, manifests, score.metric)
     return sort_by_score(manifests, score.metric, score.order)

@@ -59,6 +59,6 @@ def test_attached_metrics_are_listed_shown_ranked_and_pruned_by(store, says):
 def test_an_evaluations_name_without_its_metric_is_refused_as_a_score(store, command, capsys):
     name, *arguments = command.split()
     assert run([name, store.storage.url, *arguments, "--metric", "eval", "--order", "max"]) == 1
-    wanted = "no checkpoint has a number as the metric 'eval'; they have eval/accuracy, loss"
+    wanted = "no checkpoint of run 'run' has a number as the metric 'eval'; they have eval/accuracy, loss"
     assert capsys.readouterr().err == f"prefect-torch: {wanted}\n"
     assert len(list(store.ids())) == 3
