@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.files.node_copy import NodeCopy
@@ -31,11 +30,18 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
         ValueError: If the run is a sweep.
         RestartsUsedUpError: If the flow run was started again though a budget was used up.
+        CheckpointNotFoundError: If the job must resume and there is no such run.
         OSError: If access to the storage is denied, or its directory cannot be created.
 
     """
     claimant = Claimant(restarts.owner, job.run_config, job.restarted, job.scaling.most_workers, asdict(job.policy))
-    claimed, before = claim_run(store, claimant, partial(restarts.refuse_if_used_up, store))
+
+    def check() -> None:
+        restarts.refuse_if_used_up(store)
+        if job.run_config.resume == "must" and job.initial_checkpoint is None and not has_begun(store):
+            raise nothing_to_resume(store)  # a wrong name begins no run
+
+    claimed, before = claim_run(store, claimant, check)
     if before is not None and not job.run_config.takeover:
         end_left_task_runs(before, restarts.owner, store.run)
     return claimed

@@ -28,6 +28,7 @@ from prefect_torch.ckpt import (
     get_context,
     report,
 )
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.ckpt.runs.index.segments import FEW, read_index
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -280,9 +281,14 @@ def test_resume_never_begins_anew_but_its_own_restarts_continue(run):
     assert result.return_value == {"begun": 1, "attempt": 3}
 
 
-def test_resume_must_fails_where_there_is_nothing(run):
+def test_resume_must_begins_no_run_and_fails_where_a_run_has_no_checkpoint(run):
+    must = run.model_copy(update={"resume": "must"})
     with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
-        train("trainings:train_epochs", epochs(1), run=run.model_copy(update={"resume": "must"}))
+        train("trainings:train_epochs", epochs(1), run=must)
+    assert list(list_runs(run.storage)) == []
+    train("trainings:tell_environment", run=run)
+    with pytest.raises(CheckpointNotFoundError, match="resume='must'"):
+        train("trainings:train_epochs", epochs(1), run=must)
     assert "resume='must'" in str(Result.from_storage(run.storage, "run").error)
 
 
