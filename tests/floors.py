@@ -15,11 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import tomllib
 from wheel_check import ROOT, build, run
 
 sys.path += [str(ROOT / "tests/benchmarks"), str(ROOT / "tests/support")]
-from lowest_versions import lowest
+from lowest_versions import PYPROJECT, lowest
 from result_file import write_results
 
 TESTS_NEED = [
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("environment", type=Path)
     parser.add_argument("--torch", default="torch==2.9.0")
     options = parser.parse_args()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PYPROJECT["project"]
     floors, server = lowest(project["dependencies"]), project["optional-dependencies"]["server"]
     python = options.environment / "bin/python"
     if not python.exists():

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import prefect_torch
 import pytest
-import tomllib
-from lowest_versions import lowest
+from lowest_versions import PYPROJECT, lowest
 from packaging.requirements import Requirement
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
 from wheel_programs import IMPORT_EVERYTHING, REFUSED, TRAIN, TRAINING
 
 ROOT = Path(__file__).parents[1]
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = ["package", "ckpt", "tasks", "flows", "deployments"]
 # Before another name joins: `python -c "from pydantic import NAME"` with that version.
 OF_PYDANTIC_2_10_1 = {

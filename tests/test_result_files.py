@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-import tomllib
-from lowest_versions import lowest
+from lowest_versions import PYPROJECT, lowest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests/benchmarks/results"
@@ -32,8 +31,7 @@ def test_only_one_module_writes_files_of_results():
 
 def test_the_floors_of_the_requirements_are_those_that_were_tried():
     (tried,) = re.findall(r"^lowest versions: (.*)$", (RESULTS / "floors.txt").read_text(), re.MULTILINE)
-    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert tried.split(", ") == lowest(requirements)
+    assert tried.split(", ") == lowest(PYPROJECT["project"]["dependencies"])
 
 
 def test_the_requests_of_a_long_run_are_those_that_were_measured():

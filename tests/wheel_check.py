@@ -21,11 +21,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import tomllib
-
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "tests/support"), str(ROOT / "tests/benchmarks")]
 from linked_torch import link_torch  # noqa: E402 - here and below: found by the line above
+from lowest_versions import PYPROJECT  # noqa: E402
 from prefect_servers import PrefectServer  # noqa: E402
 from result_file import write_results  # noqa: E402
 from wheel_programs import IMPORT_EVERYTHING, INTEGRATIONS, REFUSED, TRAIN, TRAINING  # noqa: E402
@@ -91,7 +90,7 @@ def check(name: str, folder: Path, options: argparse.Namespace) -> str:
     elsewhere.mkdir()
     shutil.copytree(STORED_RUN, elsewhere / "stored")
     if without_torch:
-        requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        requirements = PYPROJECT["project"]["dependencies"]
         run([*pip, *[it for it in requirements if not it.startswith("torch")]])
         run([*pip, "--no-deps", wheel])
         run([python, "-c", IMPORT_CHECKPOINTS.replace("{run}", str(elsewhere / "stored"))], elsewhere)

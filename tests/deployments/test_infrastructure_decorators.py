@@ -1,7 +1,9 @@
 """Flows that Prefect's decorators bind to a work pool of ours: the job that each decorator asks for."""
 
 import asyncio
+import sys
 
+import pytest
 from prefect import flow
 from prefect_torch.deployments.job_templates import job_template
 from prefect_torch.flows import RunConfig, ScalingConfig, train
@@ -27,6 +29,7 @@ def test_a_container_of_the_docker_decorator_has_its_gpus_and_shared_memory(pref
     assert options["shm_size"] == "4g"
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="prefect-kubernetes with the decorator requires Python 3.11")
 def test_a_pod_of_the_kubernetes_decorator_has_its_gpus_shared_memory_and_grace(prefect_server):
     from prefect_kubernetes.decorators import kubernetes  # noqa: PLC0415 - it imports two clients: in one worker, not in each
 
