@@ -61,7 +61,7 @@ def user_traceback(error: BaseException, *, with_cause: bool = True) -> str:
     described = TracebackException.from_exception(error, compact=True)
     if not with_cause:
         described.__cause__ = described.__context__ = None
-    _shorten(described)
+    _shorten(described, error)
     return "".join(described.format())
 
 
@@ -80,14 +80,14 @@ def _files(error: BaseException) -> list[str]:
     return [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
 
 
-def _shorten(described: TracebackException) -> None:
+def _shorten(described: TracebackException, error: BaseException) -> None:
     files = [frame.filename for frame in described.stack]
     described.stack = StackSummary.from_list([frame for frame in described.stack if not _is_hidden(frame.filename)])
-    if _is_ours(described.exc_type.__module__ if described.exc_type else "") or (files and files[-1].startswith(_PACKAGE)):
+    if _is_ours(type(error).__module__) or (files and files[-1].startswith(_PACKAGE)):
         described.__cause__ = described.__context__ = None
-    for cause in (described.__cause__, described.__context__):
-        if cause is not None:
-            _shorten(cause)
+    for cause, raised in ((described.__cause__, error.__cause__), (described.__context__, error.__context__)):
+        if cause is not None and raised is not None:
+            _shorten(cause, raised)
 
 
 def _is_hidden(filename: str) -> bool:
