@@ -78,7 +78,7 @@ class Result:
             import pandas as pd  # noqa: PLC0415 - optional
         except ImportError as exc:
             raise ImportError("metrics_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .history") from exc
-        return pd.DataFrame(
+        frame: pd.DataFrame = pd.DataFrame(
             [
                 {
                     "step": record.step,
@@ -90,6 +90,7 @@ class Result:
                 for record in self.history
             ]
         )
+        return frame
 
     if not TYPE_CHECKING:  # else a type checker would accept any attribute
 

@@ -180,7 +180,7 @@ class SweepResult:
             import pandas as pd  # noqa: PLC0415 - optional
         except ImportError as exc:
             raise ImportError("trials_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .trials") from exc
-        return pd.DataFrame(
+        frame: pd.DataFrame = pd.DataFrame(
             [
                 {
                     "number": trial.number,
@@ -193,6 +193,7 @@ class SweepResult:
                 for trial in self.trials
             ]
         )
+        return frame
 
     if not TYPE_CHECKING:  # so that a type checker reports unknown attributes
 

@@ -4,6 +4,7 @@ import base64
 import importlib
 import json
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def test_what_a_pickle_of_0_1_holds_is_there():
     assert pickle.loads(PICKLED["ref"]).checkpoint_id == manifest.id
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a function that another version of Python pickled is bytecode of that")
 def test_a_training_function_of_0_1_finds_what_it_calls():
     function = pickle.loads(PICKLED["train_fn"])
     assert function.__globals__["report"] is ckpt.report

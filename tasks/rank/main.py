@@ -158,7 +158,7 @@ def _unpack(spec: RankSpec, packed: PackedFunction) -> tuple[TrainFunction, dict
     try:
         return unpack_function(packed)
     except (ImportError, FileNotFoundError) as exc:
-        if spec.master_host is not None:
+        if spec.master_host is not None and sys.version_info >= (3, 11):  # before, a traceback shows no notes
             exc.add_note(
                 f"this is machine {_machine(spec)}: each needs the packages of the training installed; "
                 "`working_dir` of RunConfig and of evaluate brings your own code to it"

@@ -28,7 +28,7 @@ def shorten_message(error: Exception) -> Exception:
         if newline:
             error.args = (first,)
             setattr(error, _LATER_LINES, later)
-            error.__notes__ = [later, *getattr(error, "__notes__", [])]
+            error.__dict__["__notes__"] = [later, *getattr(error, "__notes__", [])]
     elif "\n" in str(error):
         named = {"__module__": type(error).__module__, "__qualname__": type(error).__qualname__}
         stand_in: _StandIn = type(type(error).__name__, (_StandIn,), named)(error)
@@ -48,7 +48,7 @@ def restore_message(error: BaseException) -> BaseException:
         if later in notes:
             notes.remove(later)
         if not notes and hasattr(error, "__notes__"):
-            del error.__notes__
+            del error.__dict__["__notes__"]
     return error
 
 

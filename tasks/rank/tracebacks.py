@@ -22,7 +22,7 @@ def first_line(error: BaseException) -> str:
 def message_line(error: BaseException) -> str:
     """Return the type of `error` and the first line of its message, as a traceback has them before its notes (`add_note`)."""
     described = TracebackException.from_exception(error)
-    described.__notes__ = None
+    described.__dict__["__notes__"] = None
     *_, last = described.format_exception_only()  # before it, a SyntaxError has lines of the code
     return last.strip().partition("\n")[0]
 
