@@ -3,16 +3,13 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prefect_torch.tasks.gang.processes.fork_servers import python_command
+
 from .driver_programs import ask_driver
 
-# Not "-m", which looks in the working directory first.
-_PRINT_GPUS = (
-    "import sys; sys.path[:] = filter(None, sys.path); import prefect_torch.tasks.rank.resources.device as it; it.print_gpus()"
-)
 _LONGEST_LISTING_S = 600.0
 TRY_DRIVER = (
     "their driver may hang, so try nvidia-smi (rocm-smi, xpu-smi), and restart the machine if it does not answer either"
@@ -50,7 +47,7 @@ def list_gpus(wait: Callable[[float], None] = lambda _: None) -> list[Gpu]:
 
     """
     try:
-        listed = ask_driver([sys.executable, "-c", _PRINT_GPUS], _LONGEST_LISTING_S, wait)
+        listed = ask_driver(python_command("prefect_torch.tasks.rank.resources.device", "print_gpus"), _LONGEST_LISTING_S, wait)
     except subprocess.TimeoutExpired:
         raise RuntimeError(
             f"torch has not listed the GPUs of this machine after {_LONGEST_LISTING_S:g} s: {TRY_DRIVER}"

@@ -21,7 +21,12 @@ from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descrip
 
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
-RUN = "import sys; sys.path[:] = filter(None, sys.path); import importlib; importlib.import_module(sys.argv[1]).main()"
+# The search path of this process, to which a PEX or `site.addsitedir` has added the package, is appended only where that is
+# missing without it: before its function, a rank imports no file of the user's.
+_RUN = (
+    "import sys; sys.path[:] = filter(None, sys.path); from importlib import import_module, util; "
+    "util.find_spec('prefect_torch') or sys.path.extend({}); import_module(sys.argv[1]).{}()"
+)
 # No library reads these variables when it is imported: those of a rank, of the GPUs that an initialized driver shows, of NCCL's
 # flight recorder, of clouds, of Prefect, and those that pytest changes with each test.
 _NOT_READ_AT_IMPORT = re.compile(
@@ -36,9 +41,10 @@ _ANSWERS_WITHIN_S = 120.0  # imports from a slow disk are the longest wait; a ra
 _MOST_SERVERS = 2  # a training's and that of an evaluation beside it, which may have other numbers of threads
 
 
-def python_command(module: str) -> list[str]:
-    """Return the command that runs `main` of a module of this package in a new interpreter."""
-    return [sys.executable, "-u", "-c", RUN, module]
+def python_command(module: str, function: str = "main") -> list[str]:
+    """Return the command that runs a function of a module of this package in a new interpreter."""
+    search_path = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 - "" is the working directory
+    return [sys.executable, "-u", "-c", _RUN.format(ascii(search_path), function), module]
 
 
 def check_interpreter() -> None:

@@ -273,7 +273,7 @@ def test_a_training_that_waits_can_be_terminated(machine):
 @pytest.fixture
 def hanging_driver(monkeypatch):
     """A driver that does not answer."""
-    monkeypatch.setattr(listing, "_PRINT_GPUS", "import time; time.sleep(600)")
+    monkeypatch.setattr(listing, "python_command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(allocating, "_run_logger", lambda: gpus_log)
     monkeypatch.setattr(driver_programs, "_POLL_S", 0.02)
 

@@ -19,7 +19,7 @@ import pytest
 from prefect_torch.ckpt.context import TrainContext, set_context
 from prefect_torch.ckpt.text import name_of
 from prefect_torch.tasks import SyncConfig
-from prefect_torch.tasks.gang.processes import fork_servers
+from prefect_torch.tasks.gang.processes.fork_servers import python_command
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
@@ -94,11 +94,22 @@ def test_a_rank_looks_for_no_module_in_the_folder_that_it_is_started_in(folder):
         (folder / f"{name}.py").write_text("raise SystemExit('the wrong one')")
     (folder / "lib").mkdir()
     (folder / "lib/program.py").write_text("import queue\ndef main(): print(queue.Queue.__module__)\n")
-    environment = {**os.environ, "PYTHONPATH": str(folder / "lib")}
-    done = subprocess.run(
-        [sys.executable, "-c", fork_servers.RUN, "program"], env=environment, capture_output=True, text=True, check=False
+    assert output_of_program(python_command("program"), folder / "lib") == ("queue\n", "")
+
+
+def test_a_rank_finds_the_package_where_the_program_has_added_it_to_its_search_path(folder):
+    """As in a PEX, or after `site.addsitedir`: a new interpreter lacks it, as this one does without `site`."""
+    (folder / "program.py").write_text(
+        "import prefect_torch, torch\nmain = lambda: print(prefect_torch.__file__, torch.__file__)\n"
     )
-    assert (done.stdout, done.stderr) == ("queue\n", "")
+    command, here = python_command("program"), [importlib.util.find_spec(name).origin for name in ("prefect_torch", "torch")]
+    assert output_of_program([command[0], "-S", *command[1:]], folder) == (" ".join(here) + "\n", "")
+
+
+def output_of_program(command, search_path) -> tuple[str, str]:
+    environment = {**os.environ, "PYTHONPATH": str(search_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr
 
 
 def test_functions_that_are_looked_up_in_several_threads_do_not_disturb_each_other(folder):
