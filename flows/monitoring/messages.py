@@ -1,6 +1,8 @@
 """Texts about a training in Prefect's list of runs and at the terminal: its name, the location of its checkpoints."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from prefect.blocks.core import Block
@@ -21,6 +23,8 @@ from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted,
 
 _TAG = "run:"
 _MEMORY = "memory://"
+# The directory that Prefect's process worker makes for a flow run without the job variable working_dir.
+_OF_WORKER = re.compile(r"tmp\w{8}prefect")
 
 
 def flow_run_name() -> str:
@@ -78,6 +82,16 @@ def describe_location(what: str, run: Run, run_config: RunConfig) -> str:
     return f"{what} are in {run.path}{command}"
 
 
+def warn_of_temporary_storage(run: Run) -> None:
+    """Warn if the run is in the temporary directory of its flow run, as a relative path is after a `git_clone` step."""
+    if any(_OF_WORKER.fullmatch(part) for part in Path(run.path).parts):
+        get_run_logger().warning(
+            "%s is in a temporary directory, which Prefect's worker deletes when this process ends: give "
+            "RunConfig(storage=...) an absolute path or a URL, or the deployment the job variable working_dir",
+            run.path,
+        )
+
+
 def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
     """Return the storage as commands and Python take it in any directory: its path, its URL, or the name of its block."""
     given = run_config.storage
@@ -106,7 +120,8 @@ class LocationObserver:
         self.has_begun = False
         self._has_checkpoint = self._has_completed = self._has_reported = False
         self._resumed_from: str | None = None
-        self._text = describe_location(f"checkpoints of run {job.run!r}", job.open_store(), job.run_config)
+        self._run = job.open_store()
+        self._text = describe_location(f"checkpoints of run {job.run!r}", self._run, job.run_config)
 
     def observe(self, event: TrainingEvent) -> None:
         """Log the start of an attempt, with the location if it is the first."""
@@ -114,6 +129,8 @@ class LocationObserver:
             self._has_checkpoint = True
         if isinstance(event, AttemptStarted):
             get_run_logger().info("attempt %d: %s", event.attempt.number, "; ".join(self._of_start(event)))
+            if not self.has_begun:
+                warn_of_temporary_storage(self._run)
             self.has_begun, self._has_reported, self._resumed_from = True, False, event.resumed_from
         self._has_reported |= isinstance(event, ReportEvent)
         self._has_completed = isinstance(event, AttemptEnded) and event.outcome.is_done

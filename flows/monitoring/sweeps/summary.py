@@ -6,7 +6,13 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.messages import current_flow_run, describe_location, portable_storage, tag_of
+from prefect_torch.flows.monitoring.messages import (
+    current_flow_run,
+    describe_location,
+    portable_storage,
+    tag_of,
+    warn_of_temporary_storage,
+)
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, score_of
@@ -37,6 +43,7 @@ def show_sweep(run: Run, definition: Definition, searched: Search, search: Searc
     with get_client(sync_client=True) as client:
         client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
     get_run_logger().info("%s", describe_location(f"trials of sweep {run.name!r}", run, given))
+    warn_of_temporary_storage(run)
     has_rungs = search.scheduler in WITH_RUNGS
     context = SweepContext(portable_storage(given, run.spec), searched.num_trials, has_rungs)
     table = TrialTable.at_terminal(searched.num_trials, has_rungs=has_rungs)

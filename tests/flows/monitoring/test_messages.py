@@ -64,16 +64,33 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
     tmp_path, monkeypatch, caplog, resumed_from, reports, ending, warnings
 ):
     monkeypatch.setattr(messages, "get_run_logger", lambda: logging.getLogger("of-a-run"))
-    store = CheckpointStore.open(tmp_path, "run")
-    job = SimpleNamespace(run="run", run_config=RunConfig(storage=str(tmp_path)), storage=None, open_store=lambda: store)
     attempt = Attempt(2, "token", Owner.current(), 1, resumed_from, 1, "2026-01-01T00:00:00+00:00")
     record = MetricRecord(2, 10, {}, None, "2026-01-01T00:00:00+00:00")
-    observer = LocationObserver(job)
+    observer = LocationObserver(job_in(tmp_path))
     for event in (AttemptStarted(attempt, resumed_from), *[ReportEvent(record)] * reports, AttemptEnded(Outcome(2, ending))):
         observer.observe(event)
     told = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
     assert len(told) == warnings
     assert all(it.startswith("attempt 2 resumed from step 9 and completed without a report: ") for it in told)
+
+
+@pytest.mark.parametrize(
+    ("folder", "warnings"), [("tmpc1rqd3_8prefect/code-main/checkpoints", 1), ("tmpc1rqd3_8/checkpoints", 0)]
+)
+def test_a_storage_that_prefects_worker_deletes_with_the_flow_run_is_warned_of(tmp_path, monkeypatch, caplog, folder, warnings):
+    monkeypatch.setattr(messages, "get_run_logger", lambda: logging.getLogger("of-a-run"))
+    observer = LocationObserver(job_in(tmp_path / folder))
+    for number in (1, 2):
+        observer.observe(
+            AttemptStarted(Attempt(number, "token", Owner.current(), 1, None, 1, "2026-01-01T00:00:00+00:00"), None)
+        )
+    told = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    assert [line.startswith(f"{tmp_path / folder}/run is in a temporary directory") for line in told] == [True] * warnings
+
+
+def job_in(storage):
+    store = CheckpointStore.open(storage, "run")
+    return SimpleNamespace(run="run", run_config=RunConfig(storage=str(storage)), storage=None, open_store=lambda: store)
 
 
 def test_trials_that_run_at_once_each_have_the_lines_about_their_checkpoints(monkeypatch, caplog):
