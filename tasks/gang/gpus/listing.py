@@ -21,7 +21,7 @@ class Gpu:
     """A GPU, or a slice of one (MIG).
 
     Attributes:
-        uuid: Its UUID, the same in every process of the machine.
+        uuid: Its UUID, with its PCI address for ROCm; the same in every process of the machine.
         name: Its name, such as "NVIDIA H100 80GB HBM3".
         variable: The variable that chooses among GPUs of its type.
         choice: Its name in that variable.

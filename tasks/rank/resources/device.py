@@ -41,8 +41,16 @@ def print_gpus() -> None:
     if kind is not None:
         module: Any = torch.get_device_module(kind)
         properties = [module.get_device_properties(index) for index in range(module.device_count())]
-        gpus = [{"uuid": str(each.uuid), "name": each.name} for each in properties]
+        gpus = [{"uuid": _unique_name(each), "name": each.name} for each in properties]
     print(json.dumps({"type": kind, "is_rocm": torch.version.hip is not None, "gpus": gpus}))  # noqa: T201 - for its parent
+
+
+def _unique_name(properties: Any) -> str:
+    """Return a GPU's UUID; with its PCI address for ROCm, which gives the same UUID, GPU-XX, to all GPUs that have none."""
+    import torch  # noqa: PLC0415 - imported by now
+
+    has_address = torch.version.hip is not None and hasattr(properties, "pci_bus_id")
+    return f"{properties.uuid}-{_pci_address(properties)}" if has_address else str(properties.uuid)
 
 
 def take_device(local_rank: int) -> "torch.device":
@@ -139,9 +147,12 @@ def _stay_near(devices: list[Any], own: int) -> None:
     """Run on the CPUs of the GPU's NUMA node: copies across sockets are slower."""
     if not all(hasattr(device, "pci_bus_id") for device in devices):
         return
-    addresses = [f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0" for it in devices]
-    if (cpus := stay_near(addresses, own)) is not None:
+    if (cpus := stay_near([_pci_address(device) for device in devices], own)) is not None:
         _log(f"this rank runs on CPUs {cpus}, those beside its GPU")
+
+
+def _pci_address(properties: Any) -> str:
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _log(text: str) -> None:

@@ -1,5 +1,6 @@
 """A rank's GPU before and after its function: memory that the driver frees late, and memory that others hold."""
 
+import json
 import re
 import sys
 from types import SimpleNamespace
@@ -141,6 +142,18 @@ def test_a_rank_takes_its_gpu_waits_for_its_memory_and_stays_on_the_cpus_beside_
     monkeypatch.setattr(torch, "get_device_module", lambda _: gpus)
     assert device.take_device(1) == torch.device("cuda", 1)
     assert told == [torch.device("cuda", 1), "memory of cuda:1", (["0000:17:00.0", "0000:ca:00.0"], 1)]
+
+
+def test_gpus_of_rocm_that_have_no_uuid_are_told_apart(monkeypatch, capsys):
+    address = {"pci_domain_id": 0, "pci_device_id": 0}
+    properties = [SimpleNamespace(uuid="58580000", name="AMD", pci_bus_id=bus, **address) for bus in (0x17, 0xCA)]
+    module = SimpleNamespace(device_count=lambda: 2, get_device_properties=properties.__getitem__)
+    monkeypatch.setattr(device, "gpu_type", lambda: "cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.version, "hip", "6.4.2")
+    device.print_gpus()
+    listed = json.loads(capsys.readouterr().out)["gpus"]
+    assert [gpu["uuid"] for gpu in listed] == ["58580000-0000:17:00.0", "58580000-0000:ca:00.0"]
 
 
 def test_what_the_function_has_launched_is_awaited_and_its_error_is_logged(monkeypatch, capsys):
