@@ -61,11 +61,10 @@ class Checkpoint:
         self.store = None
         self._manifest: Manifest | None = None
         self.id = None
-        base, run_name, folder, name = _split(self.path)
-        if is_checkpoint_folder(folder, name):
+        if (place := split_path(self.path)) is not None:
+            base, run_name, self.id = place
             self.store = type(self).open_run(base, run_name)
-            self.id = name
-            self.path = self.store.path_of(name)
+            self.path = self.store.path_of(self.id)
         elif "://" in self.path:
             raise ValueError(f"{self.path} is not a committed checkpoint; give <storage>/<run>/checkpoints/<id>")
 
@@ -415,7 +414,9 @@ def _named(path: str | PathLike[str]) -> str:
     return named if "://" in named else absolute(named)
 
 
-def _split(path: str) -> tuple[str, str, str, str]:
-    """Split `<base>/<run>/<folder>/<name>`; missing parts are empty."""
-    base, run, folder, name = ["", "", "", "", *path.rsplit("/", 3)][-4:]
-    return (f"{base}/" if not base or base.endswith("/") else base), run, folder, name  # "/" and "memory://" are roots
+def split_path(path: str) -> tuple[str, str, str] | None:
+    """Return the storage, run and id that the path or URL of a committed checkpoint names; None if it is no such path."""
+    base, run, folder, name = ["", "", "", "", *_named(path).rsplit("/", 3)][-4:]
+    if not is_checkpoint_folder(folder, name):
+        return None
+    return (f"{base}/" if not base or base.endswith("/") else base), run, name  # "/" and "memory://" are roots

@@ -10,8 +10,10 @@ from prefect.client.orchestration import get_client
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
+from prefect_torch.ckpt.checkpoint import split_path
 from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.storage.opening import parse_storage
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, restarted_before
@@ -99,14 +101,15 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     run_name, _, checkpoint_id = checkpoint.rpartition("/")
     if is_id(checkpoint_id) and ("/" not in run_name or is_run_name(run_name)):  # else it is a path
         return CheckpointRef(storage, check_run_name(run_name), checkpoint_id)
+    place = split_path(checkpoint)
+    if place is not None and canonical(parse_storage(place[0]).url) == canonical(storage.url):
+        return CheckpointRef(storage, check_run_name(place[1]), place[2])
     named = Checkpoint(checkpoint)
     if named.store is None or named.id is None:
         raise ValueError(
             f"checkpoint {checkpoint!r}: give a committed checkpoint's id, its path or URL, or 'run/id'{_of_others(named)}"
         )
-    is_here = canonical(named.store.spec.url) == canonical(storage.url)
-    spec = storage if is_here else replace(named.store.spec, retry=storage.retry)
-    return CheckpointRef(spec, named.store.name, named.id)
+    return CheckpointRef(replace(named.store.spec, retry=storage.retry), named.store.name, named.id)
 
 
 def initial_checkpoint(resume_from: str | Path | Checkpoint, storage: StorageSpec) -> CheckpointRef:

@@ -21,3 +21,7 @@ def test_cloud_blocks_are_found_by_their_names(azurite):
     assert result.path == f"az://{block.container_name}/run"
     again = train("trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="run", storage=block))
     assert again.return_value == {"begun": 2, "attempt": 2}
+    other = train(
+        "trainings:train_epochs", {"epochs": 3}, run=RunConfig(name="other", storage=block), resume_from=result.checkpoint.path
+    )
+    assert other.return_value == {"begun": 2, "attempt": 1}

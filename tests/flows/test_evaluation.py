@@ -241,6 +241,13 @@ def test_a_checkpoint_is_named_by_id_or_place_and_read_with_the_credentials_of_i
     assert (found.storage.options == storage.options) == (url == storage.url)
 
 
+def test_a_checkpoint_is_named_by_a_url_that_only_the_storages_login_can_open(monkeypatch):
+    """A URL of Azure does not name the account, which only the block of the storage has."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    storage = StorageSpec("az://container/base", {"azure_storage_account_name": "mine"})
+    assert find_named(f"az://container/base/other/checkpoints/{ID}", storage).storage is storage
+
+
 def test_a_checkpoint_that_could_not_be_read_is_looked_at_again_for_a_while(tmp_path, monkeypatch):
     store = CheckpointStore.open(tmp_path / "store", "run")
     attempt = Attempt(store)
