@@ -30,16 +30,17 @@ def open_whole(fs: FileSystem, path: str, most: int | None = None) -> Iterator[A
         MalformedRecordError: If it has more than `most` bytes.
 
     """
+    size: int | None = None
     with _opened(fs, path) as file:
         if hasattr(file, "prefetch"):  # without it, paramiko requests 32 KiB, waits, and requests the next
-            there = file.stat().st_size
+            size = there = file.stat().st_size
             _require_few(path, there, most)
             file.prefetch(there, max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         elif most is not None:
             known = getattr(file, "size", None)
             _require_few(path, fs.info(path)["size"] if known is None else known, most)
         yield file
-        size = getattr(file, "size", None)
+        size = getattr(file, "size", size)
         num_read: int | None = None if size is None else file.tell()
     if num_read is not None and num_read != size:  # the size may be that of a compressed response
         _require_read(path, num_read, fs.info(path)["size"])
@@ -58,7 +59,9 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
     with _opened(fs, path, start) as file:
         if hasattr(file, "readv"):  # paramiko's read() would wait for each 32 KiB
             there = min(num_bytes, file.stat().st_size - start)
-            return b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
+            found = b"".join(file.readv([(start, there)], _REQUESTS_ON_THE_WAY)) if there > 0 else b""
+            _require_read(path, len(found), there)
+            return found
         data: bytes = file.read(num_bytes)
     if len(data) < num_bytes:
         _require_read(path, len(data), min(num_bytes, fs.info(path)["size"] - start))

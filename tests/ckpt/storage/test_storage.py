@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import io
+import itertools
 import os
 import re
 import shutil
@@ -680,6 +681,30 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         monkeypatch.setattr(paramiko.SFTPFile, "_close", count)
         storage.put_buffers("run/x", [memoryview(bytes(size)), memoryview(b"")])
         assert unanswered == [0]
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda storage, path: storage.get_file("run/x", path),
+            lambda storage, _: storage.get_bytes("run/x"),
+            lambda storage, _: storage.digest("run/x"),
+            lambda storage, _: storage.get_range("run/x", 1, memoryview(bytearray(90_000))),
+        ],
+        ids=["get_file", "get_bytes", "digest", "get_range"],
+    )
+    def test_a_file_whose_connection_ends_is_not_read_as_a_shorter_one(self, storage, monkeypatch, tmp_path, call):
+        """Once all requests on the way are answered, paramiko takes the end of the connection for that of the file."""
+        storage.put_bytes("run/x", bytes(100_000))
+        read, num_reads = paramiko.SFTPFile._read, itertools.count()
+
+        def break_off(file, size):
+            if next(num_reads) > 0:
+                raise EOFError
+            return read(file, size)
+
+        monkeypatch.setattr(paramiko.SFTPFile, "_read", break_off)
+        with pytest.raises(StorageError, match=r"/run/x: \d+ of \d+ bytes came"):
+            call(storage, tmp_path / "got")
 
     def test_readers_see_the_old_object_or_the_new_one(self, storage):
         old, new = b"o" * 100_000, b"n" * 90_000
