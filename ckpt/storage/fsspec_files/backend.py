@@ -28,9 +28,11 @@ from .reads import open_whole, read_range, read_whole
 from .writes import can_replace, create, require_whole
 
 _WRAPPERS = {"blockcache", "cached", "dir", "filecache", "generic", "simplecache"}
-# A class's name, FTP's code, or paramiko's words where it has no key, or may not trust the server's.
+# A class's name, FTP's code, or paramiko's words where it has no key, or may not trust the server's; not its words for a server
+# that did not answer to the login.
 _LOGIN_REFUSED = re.compile(
-    r"\w*(?:Authentication|Logon|Login|PasswordRequired)|\w+: (?:530 |No authentication methods|Server .* not found in)"
+    r"(?!\w+: Authentication (?:timeout|failed: transport shut down))"
+    r"(?:\w*(?:Authentication|Logon|Login|PasswordRequired)|\w+: (?:530 |No authentication methods|Server .* not found in))"
 )
 _SFTP_FAILURE = "OSError: Failure"
 

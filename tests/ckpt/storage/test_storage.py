@@ -784,6 +784,24 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         with pytest.raises(PermissionError, match=r"check the credentials .*Authentication"):
             storage.get_bytes("run/x")
 
+    def test_a_server_that_ends_during_a_login_has_not_refused_it(self, sshd):
+        class Ending(paramiko.ServerInterface):
+            def get_allowed_auths(self, username):
+                return "publickey"
+
+            def check_auth_publickey(self, username, key):
+                connection.close()
+                return paramiko.AUTH_FAILED
+
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            options = {**sshd.options(), "port": server.getsockname()[1]}
+            reading = pool.submit(FsspecStorage("sftp://127.0.0.1/tmp", options).get_bytes, "run/x")
+            connection = paramiko.Transport(server.accept()[0])
+            connection.add_server_key(paramiko.Ed25519Key.from_private_key_file(str(sshd.key)))
+            connection.start_server(server=Ending())
+            with pytest.raises(StorageError, match="transport shut down or saw EOF"):
+                reading.result()
+
     def test_the_error_on_a_full_disk_says_that_it_may_be_full(self, sshd, tmp_path):
         with mounted(tmp_path / "disk") as disk:
             storage = FsspecStorage(f"sftp://127.0.0.1{disk}", sshd.options())
