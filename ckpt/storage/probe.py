@@ -30,6 +30,7 @@ _REMEDIES: dict[type[Exception], str] = {
     ClockSkewError: "have NTP set this machine's clock",
     NoCredentialsError: "give them to this process, or another location",
 }
+_READS_LATE = "switch off the cache that answers reads, or give another location"  # the object was stored, and listed
 _RIGHTS: dict[Step, str] = {
     "write": "s3:PutObject",
     "list": "s3:ListBucket",
@@ -164,7 +165,7 @@ def _advice(step: Step, error: Exception, url: str) -> str:
         return f"let this user {step} there: {right} is missing, or give other credentials"
     if isinstance(error, FileNotFoundError) and "://" in url:
         what = "the bucket" if is_bucket(url) else "what the URL names"
-        return f"create {what}, or fix its name in the URL or the block"
+        return _READS_LATE if step == "read" else f"create {what}, or fix its name in the URL or the block"
     if isinstance(error, StorageError):
         return "check the endpoint's address and the network, or try again later"
     if isinstance(error, OSError) and (error.errno in _ADVICE or (error.errno is None and is_bucket(url))):

@@ -129,6 +129,14 @@ def test_a_missing_bucket_is_named(moto):
     assert caught.value.advice == "create the bucket, or fix its name in the URL or the block"
 
 
+def test_an_object_that_is_listed_and_not_read_is_no_missing_bucket(moto, monkeypatch):
+    storage = at(moto, moto.new_bucket())
+    monkeypatch.setattr(type(storage), "get_bytes", Mock(side_effect=FileNotFoundError("a.json does not exist")))
+    with pytest.raises(StorageUnfitError, match=r"does not read: a\.json does not exist; switch off the cache") as caught:
+        probe_storage(storage)
+    assert caught.value.advice == "switch off the cache that answers reads, or give another location"
+
+
 def test_a_file_that_is_missing_is_no_bucket(tmp_path):
     with pytest.raises(StorageUnfitError) as caught:
         probe_storage(open_storage(f"zip://{tmp_path}/missing.zip"))
