@@ -18,6 +18,7 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_counts, bytes_if_there, no
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, parse, seal, unseal, unseal_all
@@ -102,17 +103,40 @@ def join_lines(lines: Sequence[bytes]) -> bytes:
 def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | None:
     """Return the records of a chunk by number; None if the chunk does not exist.
 
-    Unreadable lines are left out, with one warning that names the first of them.
+    Lines that are unreadable each time are left out, with one warning that names the first of them.
     """
-    data = bytes_if_there(storage, chunk.key)
-    return None if data is None else _parsed(storage, chunk, data, kind)
+    return _confirmed(storage, chunk, bytes_if_there(storage, chunk.key), kind)
 
 
-def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> dict[int, T]:
+def _confirmed(storage: Storage, chunk: Chunk, data: bytes | None, kind: type[T]) -> dict[int, T] | None:
+    """Return the records in `data`; of an object with unreadable lines, which a gateway may have cut, those of another read."""
+    if data is None:
+        return None
+    records, problems = _parsed(storage, chunk, data, kind)
+
+    def read(data: bytes) -> None:
+        nonlocal records, problems
+        records, problems = _parsed(storage, chunk, data, kind)
+        if problems:
+            raise CheckpointCorruptError(problems[0])
+
+    if problems:
+        try:
+            read_whole(storage, chunk.key, read)
+        except CheckpointCorruptError:
+            more = f"; that is the first of {len(problems)} problems" if len(problems) > 1 else ""
+            _logger.warning("left out of the metric history: %s%s", problems[0], more)
+        except FileNotFoundError:  # merged meanwhile
+            return None
+    return records
+
+
+def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> tuple[dict[int, T], list[str]]:
+    """Return the readable records in `data`, and why others are not readable."""
     lines = data.split(b"\n")
     quick = _quick(lines, kind) if chunk.proves_itself and len(lines) == chunk.count else None
     if quick is not None:
-        return quick
+        return quick, []
     records: dict[int, T] = {}
     problems: list[str] = []
     for index, line in enumerate(lines):
@@ -125,10 +149,7 @@ def _parsed(storage: Storage, chunk: Chunk, data: bytes, kind: type[T]) -> dict[
             records[number] = record
     if chunk.proves_itself and len(lines) < chunk.count:
         problems.append(f"{storage.url}/{chunk.key} has {len(lines)} lines instead of {chunk.count}")
-    if problems:
-        more = f"; that is the first of {len(problems)} problems" if len(problems) > 1 else ""
-        _logger.warning("left out of the metric history: %s%s", problems[0], more)
-    return records
+    return records, problems
 
 
 def _quick(lines: Sequence[bytes], kind: type[T]) -> dict[int, T] | None:
@@ -168,8 +189,8 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
         stored = read_all(unread, lambda chunk: bytes_if_there(storage, chunk.key))
         with no_collection():
             for chunk, data in zip(unread, stored, strict=True):
-                if data is not None:
-                    known[chunk] = _parsed(storage, chunk, data, kind)
+                if (records := _confirmed(storage, chunk, data, kind)) is not None:
+                    known[chunk] = records
                 elif chunk in gone:  # listed twice and missing twice: it never existed
                     known[chunk] = {}
                 else:
@@ -179,7 +200,7 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
     by_number: dict[int, dict[int, T]] = defaultdict(dict)
     for chunk in sorted(known):
         by_number[chunk.attempt].update(known[chunk])
-    return [record for _, records in sorted(by_number.items()) for _, record in sorted(records.items())]
+    return [record for _, found in sorted(by_number.items()) for _, record in sorted(found.items())]
 
 
 def _named(key: str) -> Chunk | None:

@@ -18,6 +18,7 @@ from prefect_torch.ckpt.errors import CommitFailedError, MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files import connections as fsspec_connections
@@ -129,6 +130,26 @@ def test_a_200_with_a_part_of_an_object_for_a_while_costs_no_checkpoint(moto, pr
     assert choose_checkpoint(CheckpointStore.open(store.storage, "run"), lineage=1, verify="digest").id == ids[-1]
     assert [it.id for it in store.list()] == ids
     assert all(next(asked) > 5 for asked in answered.values())
+
+
+@pytest.mark.parametrize("size", [0, 99])
+def test_a_200_with_a_part_of_an_object_for_a_while_leaves_nothing_out_of_the_history(moto, proxy, size):
+    """A report without a checkpoint is only there."""
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    store = CheckpointStore.open(StorageSpec(f"s3://{moto.new_bucket()}", options, RetryPolicy(60, 0.01, 0.1)), "run")
+    writer = HistoryWriter(store, 1)
+    for step in range(3):
+        writer.append(MetricRecord(1, step, {"score": step}, None, "2026-11-30T00:00:00+00:00"))
+    writer.flush()
+    answered = count()
+
+    def change(method, path, response):
+        is_one = method == "GET" and "/run/metrics/" in path and next(answered) < 3
+        return Response(response.status, response.body[:size], response.headers) if is_one else response
+
+    proxy.change = change
+    assert [record.step for record in read_history(store)] == [0, 1, 2]
+    assert next(answered) > 3
 
 
 PAGES = [b"", BAD_LISTINGS[1]]
