@@ -13,6 +13,7 @@ CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 WITHIN_LEADER = timedelta(seconds=8)  # for `connect` by a thread of the leader, whose rendezvous listens already
 _WAIT_TIMEOUT = timedelta(minutes=30)
+_KEEPALIVE_S = 60  # firewalls forget a connection that is silent for longer, such as that of a rank in a long step
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
 _SOON_S = 5.0
@@ -43,6 +44,9 @@ class Rendezvous:
     def __init__(self, host: str = "127.0.0.1") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=4096)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # connections inherit what is set here
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         self.address = Address(host, self._socket.getsockname()[1])
 
     def serve(self, timeout_s: float | None = None) -> "TcpKeyValue":

@@ -2,6 +2,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -10,6 +11,8 @@ from prefect_torch.tasks.rank.program.group_store import GroupStore
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from rank_specs import rank_spec
 from torch.distributed import DistNetworkError, DistStoreError
+
+TCP = Path("/proc/net/tcp")
 
 
 @pytest.fixture(params=["memory", "tcp"])
@@ -103,6 +106,30 @@ def test_ranks_may_connect_before_the_leader_serves():
     served.set("x", b"1")
     rank.join(20)
     assert got == [[b"1"]]
+
+
+@pytest.mark.skipif(not TCP.exists(), reason="only Linux shows the timers of its connections")
+def test_a_silent_connection_is_kept_alive():
+    """Firewalls forget one, AWS' own after six minutes, and then a rank would wait for an answer for a quarter of an hour."""
+    meeting = Rendezvous()
+    leader = meeting.serve()
+    rank = connect(meeting.address)
+    rank.set("key", b"1")
+    assert leader.check("key")
+    deadline_s = time.monotonic() + 10
+    while not (kept := list(_keepalives_s(meeting.address.port))) or None in kept:  # an answer is still to be acknowledged
+        assert time.monotonic() < deadline_s, kept
+        time.sleep(0.05)
+    assert max(kept) <= 60
+
+
+def _keepalives_s(port):
+    """Yield in how many seconds the kernel probes each connection to `port`, or None (proc_net_tcp in Linux' documentation)."""
+    for line in TCP.read_text().splitlines()[1:]:
+        _, local, _, state, _, timer, *_ = line.split()
+        if local.endswith(f":{port:04X}") and int(state, 16) == 1:
+            kind, _, left = timer.partition(":")
+            yield int(left, 16) / 100 if int(kind, 16) == 2 else None
 
 
 def test_two_rendezvous_never_share_a_port():
