@@ -24,6 +24,7 @@ from .random_states import read_random_state, save_random_state, set_random_stat
 from .ranks import check_trainer_size
 from .resumes import (
     begin_next_epoch,
+    convert_before_load,
     end_with_averages,
     has_stopped,
     leave_the_ended_epoch,
@@ -131,7 +132,7 @@ class ReportCallback(CheckpointCallback):
         )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Get this rank's context and check the Trainer.
+        """Get this rank's context, check the Trainer, and prepare the module to load its weights.
 
         Raises:
             TypeError: If the Trainer is one of the package pytorch_lightning.
@@ -155,6 +156,7 @@ class ReportCallback(CheckpointCallback):
                 'upload="async"'
             )
         self._sigterm = SigtermAction()
+        convert_before_load(trainer, pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
@@ -87,6 +88,12 @@ def set_up_epoch_again(trainer: Trainer, module: LightningModule) -> None:
             callback.on_train_epoch_start(trainer, module)
             for name, buffer in module.named_buffers():  # it clears those of batch norm in its last epoch
                 buffer.copy_(buffers[name])
+
+
+def convert_before_load(trainer: Trainer, module: LightningModule) -> None:
+    """Make a module double that trains so: the Trainer does only after it has loaded the weights, which would be rounded."""
+    if isinstance(trainer.precision_plugin, DoublePrecision):
+        module.double()
 
 
 def set_up_data_again(trainer: Trainer) -> None:

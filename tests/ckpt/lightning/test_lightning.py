@@ -62,12 +62,12 @@ def test_arguments_that_contradict_are_refused(arguments):
         ReportCallback(**arguments)
 
 
-@pytest.mark.parametrize("upload", ["sync", "async"])
-def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_one(store, tmp_path, upload):
-    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")))
+@pytest.mark.parametrize(("upload", "precision"), [("sync", "32-true"), ("async", "32-true"), ("sync", "64-true")])
+def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_one(store, tmp_path, upload, precision):
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")), precision=precision)
     with pytest.raises(ValueError, match="boom from the training"):
-        fit(Attempt(store), ReportCallback(upload=upload), Regression(raise_at=2))
-    resumed, trainer = fit(Attempt(store), ReportCallback(upload=upload))
+        fit(Attempt(store), ReportCallback(upload=upload), Regression(raise_at=2), precision=precision)
+    resumed, trainer = fit(Attempt(store), ReportCallback(upload=upload), precision=precision)
     assert torch.equal(weights(resumed), weights(undisturbed))
     assert trainer.current_epoch == 4
     assert committed(store) == [(BATCHES * (epoch + 1), epoch) for epoch in range(4)]
