@@ -29,6 +29,7 @@ from .resumes import (
     has_stopped,
     leave_the_ended_epoch,
     refuse_finders,
+    reload_in_same_epochs,
     reset_interrupted_epoch,
     set_up_data_again,
     set_up_epoch_again,
@@ -217,6 +218,7 @@ class ReportCallback(CheckpointCallback):
         self._resets_epoch = False
         if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
             set_up_epoch_again(trainer, pl_module)
+            reload_in_same_epochs(trainer)
             warn_of_reading_ahead(trainer)
         if self._continues_own_run(trainer) and any(map(has_stopped, trainer.early_stopping_callbacks)):
             rank_zero_info(f"EarlyStopping had stopped the training at {trainer.ckpt_path}, so it trains no further")

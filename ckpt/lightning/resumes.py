@@ -105,6 +105,13 @@ def set_up_data_again(trainer: Trainer) -> None:
     trainer.fit_loop._combined_loader = None  # noqa: SLF001 - no public name forgets it
 
 
+def reload_in_same_epochs(trainer: Trainer) -> None:
+    """Have `reload_dataloaders_every_n_epochs` count from the first epoch, not from that of the resume."""
+    if every_n := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # set in a function of another module
+        loop = trainer.fit_loop
+        loop._last_train_dl_reload_epoch -= loop._last_train_dl_reload_epoch % every_n  # noqa: SLF001 - no public name sets it
+
+
 def warn_of_reading_ahead(trainer: Trainer) -> None:
     """Warn if a dataloader stores a position that is one batch ahead, since Lightning reads ahead to find the last batch."""
     loaders = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public name has them all

@@ -129,6 +129,21 @@ def fit_on_another_number(store, callback, model, **arguments):
     return trainer, [str(it.message) for it in caught if "was reported within an epoch" in str(it.message)]
 
 
+class Curriculum(Recording):
+    def train_dataloader(self):
+        return self.loader(self.current_epoch // 2)
+
+
+@pytest.mark.parametrize("every_n", [1, 2, 3])
+def test_dataloaders_are_made_again_in_the_same_epochs_after_a_resume(store, tmp_path, every_n):
+    reloads = {"max_epochs": 6, "reload_dataloaders_every_n_epochs": every_n}
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")), model=Curriculum(), **reloads)
+    with pytest.raises(ValueError, match="boom from the training"):
+        fit(Attempt(store), model=Curriculum(raise_at=2), **reloads)
+    resumed, _ = fit(Attempt(store), model=Curriculum(), **reloads)
+    assert resumed.seen == undisturbed.seen[2 * BATCHES :]
+
+
 def raise_boom():
     raise ValueError("boom from the training")
 
