@@ -26,6 +26,7 @@ from .resumes import (
     begin_next_epoch,
     convert_before_load,
     end_with_averages,
+    forget_ended_positions,
     has_stopped,
     leave_the_ended_epoch,
     refuse_finders,
@@ -165,7 +166,7 @@ class ReportCallback(CheckpointCallback):
         self._restore_random_state(trainer)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002 - Lightning's signature
-        """Begin an interrupted epoch again on another number of ranks.
+        """Begin an interrupted epoch again on another number of ranks, and the next epoch's data if it had no batch left.
 
         Restore the random state, too: with a strategy that shards, the Trainer loads only after `on_fit_start`.
         """
@@ -175,7 +176,10 @@ class ReportCallback(CheckpointCallback):
 
     def _reset_interrupted_epoch(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         restored = self._continued(trainer)
-        if restored is None or self._context is None or restored.manifest.world_size == self._context.world_size:
+        if restored is None or self._context is None:
+            return
+        forget_ended_positions(checkpoint)
+        if restored.manifest.world_size == self._context.world_size:
             return
         if (epoch := reset_interrupted_epoch(checkpoint)) is not None:
             self._resets_epoch = True

@@ -60,6 +60,17 @@ def reset_interrupted_epoch(checkpoint: dict[str, Any]) -> int | None:
     return int(epochs["current"]["processed"])
 
 
+def forget_ended_positions(checkpoint: dict[str, Any]) -> None:
+    """Have dataloaders begin anew if `checkpoint` was saved at the last batch of an epoch, which had not ended.
+
+    The Trainer continues with the next epoch, of which a loader that goes to its stored position would have no batch left.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["total"]
+    if epochs["processed"] < epochs["started"] and loops["epoch_loop.batch_progress"]["is_last_batch"]:
+        loops["state_dict"].pop("combined_loader", None)
+
+
 def begin_next_epoch(trainer: Trainer) -> None:
     """Begin an epoch, though `max_steps` has the Trainer believe that it restarts within one."""
     # The setter of FitLoop would say so again.

@@ -321,6 +321,25 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
     assert committed(store)[-1] == (4 * BATCHES, 3)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("limit", [{}, {"limit_train_batches": 3}])
+def test_after_an_end_at_the_last_batch_of_an_epoch_the_next_has_all_its_batches(store, limit):
+    """A loader that goes to its stored position would have none left."""
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    undisturbed = Recording(is_stateful=True)
+    make_trainer(**THREE, **limit).fit(undisturbed)
+    batches = limit.get("limit_train_batches", BATCHES)
+    fit(attempt, model=Recording(is_stateful=True, at_step=batches - 1, then=end_soon), **THREE, **limit)
+    assert store.latest().step == batches
+    resumed, trainer = fit(Attempt(store), model=Recording(is_stateful=True), **THREE, **limit)
+    assert resumed.seen == undisturbed.seen[batches:]
+    assert trainer.global_step == 3 * batches
+
+
 class GoingOn(Regression):
     def train_dataloader(self):
         return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
