@@ -287,7 +287,7 @@ def test_an_embedded_server_that_dies_alone_is_started_again_and_told_the_end(st
 @pytest.mark.parametrize("kill_at", ["the server's process", "the server's database"])
 def test_a_flow_killed_while_its_embedded_server_starts_leaves_none(tmp_path, kill_at):
     home = tmp_path / "home"
-    flow = "import prefect, prefect_torch.flows\nprefect.flow(print)()"
+    flow = "import prefect, prefect_torch.flows\n@prefect.flow\ndef it(): pass\nit()"
     leader = Started("-c", flow, PREFECT_HOME=str(home), PREFECT_API_URL="")
     leader.wait_for(lambda: embedded_servers(leader), 120)
     if kill_at == "the server's database":
