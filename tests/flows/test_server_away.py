@@ -301,7 +301,7 @@ def test_lines_are_tried_for_minutes_unless_the_user_says_otherwise(monkeypatch,
     handle = APILogWorker._handle_batch
 
     async def record(self, items):
-        tries.extend(PREFECT_CLIENT_MAX_RETRIES.value() for item in items if item["message"] == "from the body")
+        tries.extend(PREFECT_CLIENT_MAX_RETRIES.value() for item in items if "from the body" in str(item))
         await handle(self, items)
 
     monkeypatch.setattr(APILogWorker, "_handle_batch", record)
