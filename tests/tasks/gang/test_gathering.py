@@ -2,6 +2,7 @@
 
 import errno
 import io
+import os
 import socket
 import subprocess
 import sys
@@ -229,6 +230,7 @@ def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkey
         wait_until((tmp_path / "started").exists, "srun is started")
         if is_killed:
             leader.kill()
+            os.waitid(os.P_PID, leader.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there
         launcher.end(0)
         leader.kill()
     assert (tmp_path / "cancelled").exists() == is_killed
