@@ -77,6 +77,8 @@ def prune(
     status = read_status(store)
     policy = _policy(store, None if status is None else status.attempt, PruneOptions(keep, keep_last, every, metric, order))
     manifests = {manifest.id: manifest for manifest in store.list()}
+    if keep is not None:  # also by the run's own metric, which a prune takes though no checkpoint has it
+        require_score(store.name, list(manifests.values()), policy.checkpoint_score_attribute)
     decided = prune_run(store, policy, prune_limits(store, status), dry_run=True)
     shown = _describe(decided, manifests, policy.checkpoint_score_attribute)
     if as_json:
@@ -110,7 +112,6 @@ def _policy(store: CheckpointStore, attempt: Attempt | None, options: PruneOptio
     if options.metric is None and options.order is None and own.checkpoint_score_attribute is None:
         return RetentionPolicy(options.keep, keep_last=newest, keep_every_n_steps=options.every)
     score = resolve_score(store, options.metric, options.order)
-    require_score(store.name, store.list(), score.metric)
     awaited_s = own.evaluation_timeout_s if score.metric == own.checkpoint_score_attribute else None
     return RetentionPolicy(options.keep, score.metric, score.order, newest, options.every, awaited_s)
 

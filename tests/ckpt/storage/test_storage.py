@@ -73,6 +73,17 @@ VERBS = {
 }
 
 
+def each_read_of(num_bytes):
+    """Call a test with each way to read run/x, of which a range has `num_bytes` from the second byte on."""
+    reads = {
+        "get_file": lambda storage, path: storage.get_file("run/x", path),
+        "get_bytes": lambda storage, _: storage.get_bytes("run/x"),
+        "digest": lambda storage, _: storage.digest("run/x"),
+        "get_range": lambda storage, _: storage.get_range("run/x", 1, memoryview(bytearray(num_bytes))),
+    }
+    return pytest.mark.parametrize("call", reads.values(), ids=reads)
+
+
 def seen_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -494,16 +505,7 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         with pytest.raises(expected, match=words):
             storage.get_bytes("run/x")
 
-    @pytest.mark.parametrize(
-        "call",
-        [
-            lambda storage, path: storage.get_file("run/x", path),
-            lambda storage, _: storage.get_bytes("run/x"),
-            lambda storage, _: storage.digest("run/x"),
-            lambda storage, _: storage.get_range("run/x", 1, memoryview(bytearray(5))),
-        ],
-        ids=["get_file", "get_bytes", "digest", "get_range"],
-    )
+    @each_read_of(5)
     def test_a_file_that_ends_before_its_size_is_not_read_as_a_shorter_one(self, storage, monkeypatch, tmp_path, call):
         """webdav4 takes a lost connection for the end of the file."""
         storage.put_bytes("run/x", b"123456")
@@ -682,16 +684,7 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
         storage.put_buffers("run/x", [memoryview(bytes(size)), memoryview(b"")])
         assert unanswered == [0]
 
-    @pytest.mark.parametrize(
-        "call",
-        [
-            lambda storage, path: storage.get_file("run/x", path),
-            lambda storage, _: storage.get_bytes("run/x"),
-            lambda storage, _: storage.digest("run/x"),
-            lambda storage, _: storage.get_range("run/x", 1, memoryview(bytearray(90_000))),
-        ],
-        ids=["get_file", "get_bytes", "digest", "get_range"],
-    )
+    @each_read_of(90_000)
     def test_a_file_whose_connection_ends_is_not_read_as_a_shorter_one(self, storage, monkeypatch, tmp_path, call):
         """Once all requests on the way are answered, paramiko takes the end of the connection for that of the file."""
         storage.put_bytes("run/x", bytes(100_000))
