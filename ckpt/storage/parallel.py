@@ -3,7 +3,8 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
@@ -13,14 +14,34 @@ R = TypeVar("R")
 
 AT_ONCE = 32  # requests for small objects
 _LARGE_AT_ONCE = 8
-_FEW = 8  # threads would cost more than they gain
+_FEW = 8
+_QUICK_S = 0.001  # for a few such reads, threads would cost more than they gain
+_READERS = "prefect-torch-read"
 
 
 def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
-    """Return the result of `read` for each item, in order, up to 32 at a time; the first error is raised, and ends the rest."""
+    """Return the result of `read` for each item, in order, up to 32 at a time; the first error is raised, and ends the rest.
+
+    A few items are read one after the other for as long as each read is quick, as from a local disk.
+    """
     wanted = list(items)
-    if len(wanted) <= _FEW:
-        return [read(item) for item in wanted]
+    done = _read_while_quick(wanted, read) if len(wanted) <= _FEW else []
+    left = wanted[len(done) :]
+    return done + (_read_in_threads(left, read) if len(left) > 1 else [read(item) for item in left])
+
+
+def _read_while_quick(wanted: Sequence[T], read: Callable[[T], R]) -> list[R]:
+    """Return the results of the first items, up to one that took long; of all items in a thread of another such call."""
+    is_thread, done = threading.current_thread().name.startswith(_READERS), list[R]()
+    for item in wanted:
+        began_s = time.monotonic()
+        done.append(read(item))
+        if time.monotonic() - began_s > _QUICK_S and not is_thread:
+            break
+    return done
+
+
+def _read_in_threads(wanted: Sequence[T], read: Callable[[T], R]) -> list[R]:
     num_threads = min(AT_ONCE, len(wanted))
     failed = threading.Event()
 
@@ -36,7 +57,7 @@ def read_all(items: Iterable[T], read: Callable[[T], R]) -> list[R]:
             raise
         return done
 
-    with ThreadPoolExecutor(num_threads, "prefect-torch-read") as pool:
+    with ThreadPoolExecutor(num_threads, _READERS) as pool:
         try:
             shares = list(pool.map(read_share, range(num_threads)))
         except BaseException:

@@ -1,11 +1,13 @@
 """Two leaders of one run, interleaved at every storage operation: an old one that does not know, and the one after it."""
 
+import math
 from collections import Counter
 from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from typing import NamedTuple
 
+import pytest
 import xxhash
 from greenlet import getcurrent, greenlet
 from hypothesis import given, settings
@@ -28,6 +30,7 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.storage import parallel
 from prunes import prune_as_leader
 from ranks import Attempt, folder
 from wrapped_storage import READS, WrappedStorage
@@ -35,6 +38,14 @@ from wrapped_storage import READS, WrappedStorage
 POLICY = RetentionPolicy(num_to_keep=1)
 NOW = datetime(2026, 11, 21, tzinfo=timezone.utc)
 DIGEST_OF_X = xxhash.xxh3_128_hexdigest(b"x")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Have few reads done in the thread that asks, where the greenlets are, however long its turn lets each wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "_QUICK_S", math.inf)
+        yield
 
 
 class Operation(NamedTuple):

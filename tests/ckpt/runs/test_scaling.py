@@ -3,6 +3,7 @@
 import _thread
 import pickle
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage import parallel
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.deployments.command_line.runs.run_summaries import summarize_runs
 from prunes import prune_as_leader
@@ -230,7 +232,33 @@ def test_an_error_names_some_of_many_ranks_that_left():
 def test_many_reads_are_under_way_at_once_and_their_order_stays():
     barrier = threading.Barrier(32)
     assert read_all(range(64), lambda number: (barrier.wait(30), number)[1]) == list(range(64))
-    assert read_all(range(3), str) == ["0", "1", "2"]
+
+
+def test_a_few_reads_are_under_way_at_once_after_one_that_takes_long():
+    barrier = threading.Barrier(7)
+
+    def read(number):
+        if number == 0:
+            time.sleep(0.01)
+        else:
+            barrier.wait(30)
+        return number, threading.current_thread()
+
+    numbers, threads = zip(*read_all(range(8), read), strict=True)
+    assert numbers == tuple(range(8))
+    assert len(set(threads)) == 8
+
+
+def test_a_few_quick_reads_start_no_thread(monkeypatch):
+    monkeypatch.setattr(parallel, "_QUICK_S", 30)  # on a loaded machine, any of them may take a millisecond
+    assert set(read_all(range(8), lambda _: threading.current_thread())) == {threading.current_thread()}
+
+
+def test_a_few_reads_within_one_of_many_start_no_threads():
+    def read_three(_):
+        return {threading.current_thread(), *read_all(range(3), lambda _: (time.sleep(0.002), threading.current_thread())[1])}
+
+    assert [len(threads) for threads in read_all(range(9), read_three)] == [1] * 9
 
 
 def test_the_runs_of_a_storage_are_found_and_summarized_at_the_same_time():
