@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.storage.parallel import for_each
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,7 +24,7 @@ from .save import Put
 
 
 def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
-    """As rank 0, store the index of all ranks, for us and for torch.distributed.checkpoint; costs two small puts.
+    """As rank 0, store the index of all ranks, for us and for torch.distributed.checkpoint: two small puts at the same time.
 
     Args:
         parts: The `StateIndex.fields` of each rank's own index, None for a rank without a state.
@@ -32,8 +33,8 @@ def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[Fil
     """
     index = StateIndex.merged(parts)
     files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
-    moved = [(path, put(path, [memoryview(data)])) for path, data in files.items()]
-    return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in moved]
+    moved = for_each(files.items(), lambda file: put(file[0], [memoryview(file[1])]))
+    return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in zip(files, moved, strict=True)]
 
 
 def dcp_metadata(index: StateIndex) -> bytes:
