@@ -1,12 +1,12 @@
 """`verify`: whether the stored files are those that were committed."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, UnsupportedFormatError
 from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
@@ -18,6 +18,8 @@ from prefect_torch.deployments.command_line.terminal import note, print_json, pr
 
 from .progress import in_thread, progress_bar
 from .selection import find_checkpoint, open_training
+
+_AT_ONCE = 4  # checkpoints; of each, eight files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def verify(storage: str, run: str, checkpoint: str | None, level: Any, metric: s
     """  # noqa: D301 - click's mark for lines that it must not fill
     store = open_training(storage, run)
     ids = _all_ids(store) if checkpoint is None else [find_checkpoint(store, checkpoint, metric, order).id]
-    verdicts = in_thread(lambda: list(_verify_all(store, ids, level)))
+    verdicts = in_thread(lambda: _verify_all(store, ids, level))
     if as_json:
         print_json([{"level": level, **asdict(verdict)} for verdict in verdicts])
     elif verdicts:
@@ -86,25 +88,31 @@ def _has_manifest(store: CheckpointStore, checkpoint_id: str) -> bool:
         return True
 
 
-def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> Iterator[Verified]:
+def _verify_all(store: CheckpointStore, ids: list[str], level: Any) -> list[Verified]:
+    """Verify some checkpoints at the same time, each several files at once: small ones are mostly waiting."""
     with progress_bar("verifying", len(ids), unit="checkpoints") as bar:
-        for checkpoint_id in ids:
+
+        def verify_one(checkpoint_id: str) -> Verified | None:
             try:
-                store.verify(store.committed(checkpoint_id), level)
-            except CheckpointCorruptError as exc:
-                yield Verified(checkpoint_id, whole=False, damage=str(exc))
-            except PermissionError as exc:
-                if exc.errno is not None or store.storage.local_path(store.run) is None:
-                    raise
-                yield Verified(checkpoint_id, whole=False, damage=str(exc))  # a link that leads out of the storage
-            except UnsupportedFormatError as exc:
+                return _verify_one(store, checkpoint_id, level)
+            except (CheckpointNotFoundError, UnsupportedFormatError) as exc:
                 if len(ids) == 1:
                     raise
-                note(f"left out: {exc}")
-            except CheckpointNotFoundError:
-                if len(ids) == 1:
-                    raise
-                note(f"{checkpoint_id} was pruned meanwhile")
-            else:
-                yield Verified(checkpoint_id, whole=True, damage=None)
-            bar(1)
+                note(f"left out: {exc}" if isinstance(exc, UnsupportedFormatError) else f"{checkpoint_id} was pruned meanwhile")
+                return None
+            finally:
+                bar(1)
+
+        return [verdict for verdict in for_each(ids, verify_one, _AT_ONCE) if verdict is not None]
+
+
+def _verify_one(store: CheckpointStore, checkpoint_id: str, level: Any) -> Verified:
+    try:
+        store.verify(store.committed(checkpoint_id), level)
+    except CheckpointCorruptError as exc:
+        return Verified(checkpoint_id, whole=False, damage=str(exc))
+    except PermissionError as exc:
+        if exc.errno is not None or store.storage.local_path(store.run) is None:
+            raise
+        return Verified(checkpoint_id, whole=False, damage=str(exc))  # a link that leads out of the storage
+    return Verified(checkpoint_id, whole=True, damage=None)

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.whole.deletion import check_holds_no_other, check_u
 from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
+from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.confirmation import agrees_to_delete, yes_option
@@ -41,8 +42,7 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
         raise click.UsageError("--metric and --order are of a checkpoint, such as best: give its ID")
     store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
     stores = [*(trials_of(store) if is_sweep(store) else ()), store]
-    for each in stores:
-        check_not_live(each, "delete", has_ended=ended)
+    for_each(stores, lambda each: check_not_live(each, "delete", has_ended=ended))
     if checkpoint is not None:
         return _delete_checkpoint(store, _find_checkpoint(store, checkpoint, metric, order), yes=yes)
     return _delete_runs(stores, yes=yes)
@@ -74,18 +74,17 @@ def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool)
 def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     """Delete a run, the last one, after those of its trials if it is a sweep; all are checked before the first is deleted."""
     *trials, store = stores
-    for each in stores:
-        check_unpinned(each, each.pinned())
+    for_each(stores, lambda each: check_unpinned(each, each.pinned()))
     infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/") if is_key(info.key)}
     check_holds_no_other(stores, infos)
     folders = tuple(each.layout.checkpoints for each in stores)
     if is_read(store.storage, [key for key in infos if key.startswith(folders)]):
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
-    checkpoints = show_count(sum(1 for each in stores for _ in each.ids()), "checkpoint")
+    checkpoints = show_count(sum(for_each(stores, lambda each: len(list(each.ids())))), "checkpoint")
     what = f"sweep {store.run} with {show_count(len(trials), 'trial')} and" if trials else f"run {store.run} with"
     if not agrees_to_delete(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
         return 1
-    for each in stores:
-        delete_run(each)
+    for_each(trials, delete_run)
+    delete_run(store)
     say(f"deleted run {store.run}")
     return 0

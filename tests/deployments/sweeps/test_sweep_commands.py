@@ -1,6 +1,7 @@
 """`ls`, `show` and `best` know sweeps, whose trials are runs of their own."""
 
 import re
+from pathlib import Path
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
@@ -8,9 +9,13 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, wr
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.deployments.command_line.runs import selection
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from ranks import Attempt, folder
+from stored_runs import store_run
 from stored_sweeps import store_sweep, trial_run
+from waiting_storage import WaitingStorage
 
 
 @pytest.fixture
@@ -148,6 +153,22 @@ def test_a_sweep_is_deleted_with_its_trials_unless_one_of_them_has_a_pin_or_is_t
     assert command("delete", ended, "digits", "--yes")[0] == 0
     assert stored(ended) == {}
     assert "digits" not in command("ls", ended)[1]
+
+
+def test_trials_are_deleted_and_checkpoints_verified_at_the_same_time(ended, command, tmp_path, monkeypatch):
+    store_run(ended, tmp_path / "scratch", steps=4)
+    opened = []
+
+    def open_existing(path):
+        opened.append(WaitingStorage(LocalStorage(Path(path))))
+        return opened[-1]
+
+    monkeypatch.setattr(selection, "open_existing_storage", open_existing)
+    assert command("verify", ended, "run", "--level", "size")[1].count("whole") == 4
+    assert command("delete", ended, "digits", "--yes")[0] == 0
+    verifying, deleting = (storage.most for storage in opened)
+    assert verifying["checkpoints"] == 4
+    assert max(deleting.values()) >= 4
 
 
 def test_a_trial_that_is_trained_keeps_its_sweep(ended, command):
