@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from prefect.utilities.services import critical_service_loop
@@ -14,6 +15,7 @@ from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_key_refused, is
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
 _CANCELLED = "prefect._internal.observers.critical_service_loop"
+_CANCELLED_SINCE_3_9 = "prefect._internal._observation_delivery.critical_service_loop"
 _AWAY = "Prefect's API is away (%r): flow runs go on, and due ones start when it is back"
 _REFUSED = (
     "Prefect's API refuses the key of this process (%r): flow runs go on, and due ones wait. Unless it is to be valid again, "
@@ -32,18 +34,21 @@ def runner_outlasts_outages(after_outage: Callable[[], object] = lambda: None) -
     Requests that a server without its database answers are repeated for a minute, also by a process that begins a flow run:
     otherwise that would end, and the runner fail to tell it, so that the flow run would stay Pending.
     """
-    _replace({_DUE: partial(_poll_despite_outages, after_outage), _CANCELLED: partial(_poll_despite_outages, lambda: None)})
+    cancelled = dict.fromkeys((_CANCELLED, _CANCELLED_SINCE_3_9), partial(_poll_despite_outages, lambda: None))
+    _replace({_DUE: partial(_poll_despite_outages, after_outage), **cancelled})
     try:
         with repeat_without_database():
             yield
     finally:
-        _replace(dict.fromkeys((_DUE, _CANCELLED), critical_service_loop))
+        _replace(dict.fromkeys((_DUE, *cancelled), critical_service_loop))
 
 
 def _replace(loops: Mapping[str, Callable[..., Awaitable[None]]]) -> None:
+    """Put each loop in its place, if the installed Prefect has that."""
     for place, loop in loops.items():
         module, _, name = place.rpartition(".")
-        setattr(import_module(module), name, loop)
+        if find_spec(module) is not None and hasattr(import_module(module), name):
+            setattr(import_module(module), name, loop)
 
 
 async def _poll_despite_outages(

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from prefect.blocks.core import Block
 from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_version import IS_3_9
 
 ROOT = Path(__file__).parents[1]
-LISTED = re.findall(r"^\| `(prefect\.[\w.]+)` \|", (ROOT / "docs/supported.md").read_text(), re.MULTILINE)
+SUPPORTED = (ROOT / "docs/supported.md").read_text()
+LISTED = dict(re.findall(r"^\| `(prefect\.[\w.]+)`(?:, (since|before) 3\.9)? \|", SUPPORTED, re.MULTILINE))
 OF_BLOCKS = {name for name in vars(Block) if name.startswith("_") and not name.startswith("__")}
 OF_BLOCKS |= {*Block.__private_attributes__, *Block.__annotations__} - set(Block.model_fields)
 
@@ -63,10 +65,17 @@ def test_every_private_name_of_blocks_and_of_the_embedded_server_is_listed():
 
 @pytest.mark.parametrize("name", LISTED)
 def test_the_installed_prefect_has_it(name):
+    assert has(name) == {"": True, "since": IS_3_9, "before": not IS_3_9}[LISTED[name]]
+
+
+def has(name):
     path, _, attribute = name.rpartition(".")
     try:
         owner = importlib.import_module(path)
     except ModuleNotFoundError:
         module, _, kind = path.rpartition(".")
-        owner = getattr(importlib.import_module(module), kind)
-    assert hasattr(owner, attribute) or attribute in {*owner.__private_attributes__, *owner.__annotations__}
+        owner = getattr(importlib.import_module(module), kind, None)
+    return hasattr(owner, attribute) or attribute in {
+        *getattr(owner, "__private_attributes__", ()),
+        *getattr(owner, "__annotations__", ()),
+    }

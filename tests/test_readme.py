@@ -83,6 +83,7 @@ def normalized(output):
         r"'first-[a-z]+-[a-z]+'": "'FLOW-RUN'",
         r"127\.0\.0\.1:[0-9]+": "ADDRESS",
         r"(are in) \S+/checkpoints/": r"\1 DIRECTORY/checkpoints/",
+        r"https://(docs\.prefect\.io|www\.prefect\.io/docs)/": "PREFECT-DOCS/",  # the second since 3.9
     }
     lines = output.splitlines()
     for pattern, name in varying.items():

@@ -13,13 +13,16 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runner._scheduled_run_poller import ScheduledRunPoller
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_RETRY_EXTRA_CODES, get_current_settings, temporary_settings
 from prefect.utilities.services import critical_service_loop
-from prefect_torch.deployments.serving import _CANCELLED, _DUE, runner_outlasts_outages
+from prefect_torch.deployments.serving import _CANCELLED, _CANCELLED_SINCE_3_9, _DUE, runner_outlasts_outages
+from prefect_version import IS_3_9
 
 REQUEST = httpx.Request("POST", "http://127.0.0.1/api/deployments/get_scheduled_flow_runs")
 
 
 def loops():
-    return [getattr(import_module(module), name) for module, _, name in (it.rpartition(".") for it in (_DUE, _CANCELLED))]
+    """Return the loops for due flow runs and for cancelled or suspended ones, where the installed Prefect has them."""
+    places = (_DUE, _CANCELLED_SINCE_3_9 if IS_3_9 else _CANCELLED)
+    return [getattr(import_module(module), name) for module, _, name in (it.rpartition(".") for it in places)]
 
 
 def answered(status):

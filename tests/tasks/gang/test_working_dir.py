@@ -16,6 +16,7 @@ from prefect_torch.tasks.gang.machine import working_dir as packing
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 from prefect_torch.tasks.rank.user_code.working_dir import unpacked, within
+from prefect_version import IS_3_9
 
 
 @pytest.fixture(autouse=True)
@@ -129,12 +130,16 @@ def test_linked_directories_are_left_out_with_a_warning_and_linked_files_are_cop
     assert "has no linked directories: shared is left out" in caplog.text
 
 
-def test_a_link_that_leads_above_it_and_a_name_in_another_encoding_are_told(project, monkeypatch):
+def test_a_link_that_leads_above_it_and_a_name_in_another_encoding_are_told(project, monkeypatch, caplog):
     monkeypatch.setattr(packing, "get_run_logger", lambda: logging.getLogger("packing"))
     (project / ".prefectignore").write_text("*.bin\n")
     (project / "loop").symlink_to(project)
-    with pytest.raises(ValueError, match=r"has a link to a directory above it, so \.prefectignore cannot be applied"):
+    if IS_3_9:  # it follows no link there
         pack_directory(str(project), "/nowhere")
+        assert "has no linked directories: loop is left out" in caplog.text
+    else:
+        with pytest.raises(ValueError, match=r"has a link to a directory above it, so \.prefectignore cannot be applied"):
+            pack_directory(str(project), "/nowhere")
     (project / "loop").unlink()
     (project / os.fsdecode(b"r\xe9sum\xe9.txt")).write_text("")
     with pytest.raises(ValueError, match=r"whose name is not UTF-8, rename it: r\\udce9sum"):
