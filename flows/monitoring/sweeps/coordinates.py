@@ -1,6 +1,6 @@
 """The pictures of a sweep's parameters: parallel coordinates, and a bar for the importance of each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -22,7 +22,7 @@ from .view import SeenTrial
 
 MAX_PARAMETERS = 7
 _HEIGHT, _TOP, _BOTTOM, _SIDE = 260, 34, 16, 76  # beside the first axis, "-0.0013917" fits
-_LABEL_HEIGHT, _ABOVE_LINE = 11, 4
+_LABEL_HEIGHT, _ABOVE_LINE, _LETTER_WIDTH = 11, 4, 6.2
 _MAX_TRIALS = 200
 _MAX_LABELS = 8
 _FEW = 5  # numbers that are written beside their axis, instead of round ones
@@ -78,9 +78,10 @@ def draw_coordinates(trials: Sequence[SeenTrial], metric: str, mode: str, order:
         for number, row in reversed(list(enumerate(rows)))
     ]
     axes = [part for number, scale in enumerate(scales) for part in _axis(scale, _SIDE + number * gap, gap)]
+    boxes = [box for number, scale in enumerate(scales) for box in _label_boxes(scale, _SIDE + number * gap)]
     words = "low is good" if mode == "min" else "high is good"
     note = text(WIDTH - _SIDE, _HEIGHT - 2, words, text_anchor="middle", font_size="9")
-    return document(WIDTH, _HEIGHT, [*lines, *axes, note])
+    return document(WIDTH, _HEIGHT, [*_outside(boxes, lines), *axes, note])
 
 
 def draw_importances(found: Mapping[str, float]) -> str | None:
@@ -168,6 +169,21 @@ def _axis(scale: Scale, x: float, gap: float) -> Iterator[str]:
         yield stroke(x - 3, _y(position), x, _y(position), opacity="0.7")
         above = _y(position) - _ABOVE_LINE  # a line that comes from the left, at this height, would strike it out
         yield text(x - 6, above, words, text_anchor="end", font_size="10", font_weight="600")
+
+
+def _label_boxes(scale: Scale, x: float) -> Iterator[str]:
+    """Yield the place of each label beside an axis; how wide it is depends on the font, so this is about it."""
+    for position, words in scale.ticks:
+        width = _LETTER_WIDTH * len(words) + 4
+        size = {"width": f"{width:.1f}", "height": str(_LABEL_HEIGHT)}
+        left, top = x - 4 - width, _y(position) - _ABOVE_LINE - _LABEL_HEIGHT + 2
+        yield f"<rect {attributes(x=f'{left:.1f}', y=f'{top:.1f}', **size)}/>"
+
+
+def _outside(boxes: Iterable[str], parts: Iterable[str]) -> Iterator[str]:
+    """Yield the parts with gaps where the boxes are: the page behind an image may be light or dark, and no colour would do."""
+    yield f'<mask id="gaps"><rect {attributes(width=str(WIDTH), height=str(_HEIGHT), fill="white")}/>'
+    yield from ('<g fill="black">', *boxes, '</g></mask><g mask="url(#gaps)">', *parts, "</g>")
 
 
 def _y(position: float) -> float:

@@ -110,7 +110,14 @@ def test_parallel_coordinates_have_an_axis_per_parameter_and_a_line_per_scored_t
     picture = pictures(write_sweep(view, CONTEXT, now_s=0.0))["Parallel coordinates"]
     names = [it.text for it in picture.findall(".//{*}text") if it.get("font-weight") == "600" and it.get("y") == "13.0"]
     assert names == ["lr", "net/width", "loss"]
-    assert len(picture.findall(".//{*}polyline")) == 4
+    (crossed,) = [it for it in picture.findall("{*}g") if it.get("mask") == "url(#gaps)"]
+    assert len(crossed.findall("{*}polyline")) == 4
+    labels = [it for it in picture.findall(".//{*}text") if it.get("text-anchor") == "end"]
+    gaps = picture.findall("{*}mask/{*}g/{*}rect")
+    assert len(labels) == len(gaps) > 4
+    for label, gap in zip(labels, gaps, strict=True):
+        assert 0 < float(label.get("y")) - float(gap.get("y")) < float(gap.get("height"))
+        assert float(gap.get("x")) + float(gap.get("width")) == pytest.approx(float(label.get("x")) + 2)
 
 
 def test_few_trials_tell_no_importance_and_the_page_says_how_many_it_takes(view):
