@@ -34,6 +34,7 @@ from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
+from stored_runs import begun_long_ago
 from wrapped_storage import WrappedStorage
 
 
@@ -237,7 +238,7 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
     os.utime(store.storage.local_path(mark), (an_hour_ago_s, an_hour_ago_s))
     store.pin(first.id)
     assert store.pinned() == {first.id}
-    collect_garbage(store)
+    collect_garbage(begun_long_ago(store))
     assert list(store.storage.list(store.layout.deletions)) == []
     assert [first.id in key for key in store.keys(store.layout.pins)] == [True]
 
@@ -473,7 +474,7 @@ def test_what_is_being_written_is_not_older_than_the_clock_of_the_storage_says(s
     storage_s = time.time() - 7200
     for path in (tmp_path / "store").rglob("*"):
         os.utime(path, (storage_s, storage_s))
-    collect_garbage(store)
+    collect_garbage(begun_long_ago(store))
     assert half.exists()
     os.utime(half, (storage_s - 4000, storage_s - 4000))
     collect_garbage(store)
@@ -486,7 +487,7 @@ def test_a_directory_that_a_killed_deletion_has_emptied_is_removed(store, tmp_pa
     for name in ("000001-00000000-00000000/sub", "000001-00000000-11111111", "foreign"):
         (checkpoints / name).mkdir(parents=True)
         os.utime(checkpoints / name, (0, 0))
-    assert collect_garbage(store) == []
+    assert collect_garbage(begun_long_ago(store)) == []
     assert {path.name for path in checkpoints.iterdir()} == {kept.id, "000001-00000000-00000000", "foreign"}
     collect_garbage(store, grace_s=-60)  # the other one was changed a moment ago
     assert {path.name for path in checkpoints.iterdir()} == {kept.id, "foreign"}

@@ -1,5 +1,6 @@
 """Runs as trainings leave them, made in this process."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,4 +33,11 @@ def store_run(storage, scratch: Path, *, name="run", steps=3, ending="completed"
     last = claim_attempt(store, Owner.current(flow_run_id), world_size=2, settings=settings)
     if ending is not None:
         write_outcome(store, Outcome(last.number, ending, flow_run_id, None, None))
+    return store
+
+
+def begun_long_ago(store: CheckpointStore) -> CheckpointStore:
+    """Make the claims of a run in a local directory older than anything else in it, as they are."""
+    for key in store.keys(store.layout.attempts):
+        os.utime(store.storage.local_path(key), (0, 0))
     return store

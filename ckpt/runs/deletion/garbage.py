@@ -22,7 +22,7 @@ from prefect_torch.ckpt.text import show_some
 
 from .failures import Failures
 from .links import without_targets
-from .marks import marked, remove_stale_marks
+from .marks import STALE_S, marked, remove_stale_marks
 
 GARBAGE_GRACE_S = 3600.0
 _DAY_S = 24 * 3600.0
@@ -62,15 +62,17 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     _delete_left_evaluations(run, found.manifests, failures, kept=kept)
     with failures.note("logs of evaluations"):
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id not in kept and not run.exists(checkpoint_id))
-    _delete_unreported(run, found.newest_attempt, found.now_s - grace_s, failures)
-    with failures.note("empty directories"):
-        _remove_emptied(run, data, found.now_s - grace_s)
-    with failures.note("marks of deletions and copies"):
-        remove_stale_marks(run, at_least_s)
+    with failures.note("marks of copies"):
         run.storage.delete(found.stale)
-    # It compares with this machine's clock. Where that is ahead of the storage's, files that are being written would look old.
-    with failures.note("temporary files"):
-        run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - found.now_s))
+    if found.began_s <= found.now_s - min(grace_s, STALE_S):  # else none of the run's objects is as old as what follows
+        _delete_unreported(run, found.newest_attempt, found.now_s - grace_s, failures)
+        with failures.note("empty directories"):
+            _remove_emptied(run, data, found.now_s - grace_s)
+        with failures.note("marks of deletions"):
+            remove_stale_marks(run, at_least_s)
+        # It compares with this machine's clock. Where that is ahead of the storage's, files being written would look old.
+        with failures.note("temporary files"):
+            run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - found.now_s))
     _warn(run, failures)
     return garbage
 
@@ -88,6 +90,7 @@ class _Found:
         stale: The marks of copies that were killed.
         quarantined: When each quarantined checkpoint was quarantined.
         newest_attempt: The number of the newest attempt.
+        began_s: When the oldest claim of an attempt was stored, which is before all else; after a day a claim is stored again.
         now_s: The storage's own clock, taken from its newest object: this machine's may be hours off.
 
     """
@@ -100,6 +103,7 @@ class _Found:
     stale: Collection[str]
     quarantined: Mapping[str, float]
     newest_attempt: int
+    began_s: float
     now_s: float
 
     def is_garbage(self, checkpoint_id: str, grace_s: float) -> bool:
@@ -137,6 +141,7 @@ def _list_all(run: Run) -> _Found:
         stale=stale,
         quarantined=quarantined,
         newest_attempt=max((attempt_number(info.key) for info in attempts), default=0),
+        began_s=min((info.modified_s for info in attempts), default=0.0),
         now_s=now_s,
     )
 

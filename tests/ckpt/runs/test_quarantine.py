@@ -10,6 +10,7 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import CheckpointConfig
 from ranks import Attempt, folder, read_files
+from stored_runs import begun_long_ago
 
 DAY_S = 24 * 3600
 
@@ -171,6 +172,7 @@ def test_an_odd_name_that_a_killed_rank_has_left_stops_no_garbage_collection_and
     directory = Attempt(store).session().lent.make()
     (directory / "loss\\epoch=1.pt").write_text("x")
     os.utime(directory / "loss\\epoch=1.pt", (1, 1))
+    begun_long_ago(store)
     put_file, full = type(store.storage).put_file, [True, True]
 
     def refuse_first(self, key, path):
@@ -200,6 +202,6 @@ def test_a_name_that_is_no_key_ends_no_garbage_collection(store, tmp_path, place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
         os.utime(path, (1, 1))
-    assert collect_garbage(store) == [gone]
+    assert collect_garbage(begun_long_ago(store)) == [gone]
     assert not garbage.exists()
     assert odd.exists() == (place != "unreported")

@@ -16,6 +16,7 @@ from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prunes import prune_as_leader
 from ranks import Attempt, folder
 from small_disk import mounted
+from stored_runs import begun_long_ago
 
 NUM_PARTS = len(reserve._NAMES)
 
@@ -99,14 +100,14 @@ def test_parts_are_given_up_until_the_record_is_stored_and_the_error_is_raised_a
 
 def test_the_reserve_is_no_object_and_no_garbage(tmp_path):
     store = CheckpointStore.open(tmp_path, "run")
-    Attempt(store)
+    Attempt(store).session().report({}, folder(tmp_path / "source", model="x"))
     assert len(parts(store)) == NUM_PARTS
     assert not any(".tmp-" in info.key for info in store.storage.list(""))
     for name in parts(store):
         os.utime(tmp_path / "run" / name, (0, 0))
     (tmp_path / "run/.tmp-0123456789abcdef").touch()
     os.utime(tmp_path / "run/.tmp-0123456789abcdef", (0, 0))
-    collect_garbage(store)
+    collect_garbage(begun_long_ago(store))
     assert parts(store) == list(reserve._NAMES)
 
 

@@ -22,6 +22,7 @@ from prefect_torch.ckpt.reporting.rank_part import RankPart
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, read_history
 from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -227,6 +228,16 @@ def test_an_error_names_some_of_many_ranks_that_left():
         PeerGoneError, match=r"^rank 40 died .*; rank 7 returned after 1 report; and 41 more, so report 0 of rank 0"
     ):
         Peers(key_value, 0, 51).exchange("report 0", b"")
+
+
+def test_a_run_is_not_searched_for_what_is_older_than_the_run_itself(many):
+    store, _, counting = many
+    assert collect_garbage(store) == []
+    young = counting.taken()
+    assert collect_garbage(store, grace_s=0) == []
+    old = counting.taken()
+    assert (young["remove_interrupted"], old["remove_interrupted"]) == (0, 1)
+    assert young["list"] < old["list"]
 
 
 def test_many_reads_are_under_way_at_once_and_their_order_stays():
