@@ -76,7 +76,7 @@ class GangRun:
         """Return rank 0's return value once every rank has returned.
 
         Raises:
-            RankFailedError: The failure that caused the others.
+            RankFailedError: The failure that caused the others, also of a rank that failed while the flow run was terminated.
             TerminatedError: If the flow run was terminated; ranks that still run are not stopped yet.
 
         """
@@ -85,7 +85,6 @@ class GangRun:
         while problem is None and left is None and not self._advance() and not self._has_failed():
             if self._termination.is_requested:
                 self._drain()
-                self._termination.raise_if_requested()
             if terminated := [machine.name for machine in self._gang.machines if machine.is_terminated]:
                 left = self._leave(terminated)
             self._regrow()
@@ -129,7 +128,7 @@ class GangRun:
         return released(outcomes[0])
 
     def _drain(self) -> None:
-        """Notify the ranks that termination is requested, and return when all have exited, or after the grace.
+        """Notify the ranks that termination is requested, and raise when all have exited, or after the grace; see `run`.
 
         The ranks exit after their next checkpoint.
         """
@@ -141,6 +140,9 @@ class GangRun:
                 "; press Ctrl-C again to end immediately" if self._termination.is_by_keyboard else "",
             )
         wait_until(lambda: self._advance() or self._termination.grace_left_s == 0, math.inf)
+        if failures := [outcome for outcome in self._gang.outcomes().values() if isinstance(outcome, RankFailedError)]:
+            raise cause_of(failures)
+        self._termination.raise_if_requested()
 
     def _leave(self, machines: list[str]) -> RankFailedError:
         """Give the ranks the grace for a last checkpoint, and return why they stop: `machines` are going to be taken away."""

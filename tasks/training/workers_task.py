@@ -27,7 +27,7 @@ from prefect_torch.tasks.gang.starting import first_rank, num_ranks_here, start_
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
-from prefect_torch.tasks.rank.failures import is_of_gpu
+from prefect_torch.tasks.rank.failures import CONSEQUENCES, is_of_gpu
 from prefect_torch.tasks.rank.one_line_messages import shorten_message
 from prefect_torch.tasks.rank.rendezvous import Address, TcpKeyValue
 from prefect_torch.tasks.rank.spec import RankSpec
@@ -129,6 +129,7 @@ class _Leader:
                 value = self._train(claimed, lease)
         except Exception as exc:
             if self._termination.is_requested:
+                self._warn_of_failure(exc)
                 self._record_termination(claimed)
                 raise
             if self._is_stopped:  # what it has trained is committed, and another attempt would train past that
@@ -223,6 +224,11 @@ class _Leader:
         finally:
             self._is_stopped = not verdict.goes_on
             answer(key_value, request.number, verdict)
+
+    def _warn_of_failure(self, failure: Exception) -> None:
+        """Warn of a rank that failed by itself while it was to end: that costs no budget, and may occur at each termination."""
+        if isinstance(failure, RankFailedError) and failure.kind not in ("preemption", *CONSEQUENCES):
+            get_run_logger().warning("%s", _with_traceback(failure).rstrip("; \n"))
 
     def _record_termination(self, claimed: Attempt) -> None:
         outcome = outcome_of_termination(claimed, self._termination, self._job.failure.grace_s, self._safe_work())

@@ -36,6 +36,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import (
     FailureConfig,
     RunConfig,
+    ScalingConfig,
     SearchConfig,
     evaluate,
     evaluation,
@@ -137,6 +138,28 @@ def test_an_interrupted_training_leaves_after_a_last_checkpoint_and_goes_on_in_i
 @task(cache_policy=NO_CACHE)
 def prune_something():
     return "pruned"
+
+
+def test_a_rank_that_fails_within_its_grace_is_warned_of_with_its_traceback(tmp_path, caplog):
+    """That costs no budget, and without a word each termination would lose the work since the last checkpoint."""
+    started, switch = tmp_path / "started", TerminationSwitch()
+    run_config = RunConfig(name="run", storage=str(tmp_path / "store"))
+
+    def terminate():
+        wait_until(started.exists, "the training")
+        switch.cause = CancelledInPrefect()
+
+    terminating = threading.Thread(target=terminate)
+    terminating.start()
+    with switch.governs(), pytest.raises(CancelledInPrefect):
+        train("trainings:fail_when_told", {"started": str(started)}, ScalingConfig(num_workers=2), run_config)
+    terminating.join()
+    warnings = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    (told,) = [it for it in warnings if it.startswith("rank 0 of attempt 1 failed")]
+    assert "in fail_when_told" in told
+    assert told.endswith("ValueError: nothing to save")
+    (outcome,) = read_outcomes(CheckpointStore.open(run_config.storage, "run"))
+    assert outcome.ending == "cancelled"
 
 
 @pytest.mark.parametrize("by_itself", [True, False])

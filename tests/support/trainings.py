@@ -164,6 +164,16 @@ def checkpoint_when_told(config: dict) -> None:
     report_epoch(41)
 
 
+def fail_when_told(config: dict) -> None:
+    """Fail on rank 0 when told that the end is near, where the others report a last checkpoint."""
+    Path(config["started"]).touch()
+    while not get_context().should_checkpoint():
+        time.sleep(0.05)
+    if get_context().world_rank == 0:
+        raise ValueError("nothing to save")
+    report_epoch(1)
+
+
 def commit_on_and_on(config: dict) -> None:
     """Report a checkpoint, wait for a file, and report many more without asking whether the end is near."""
     report_epoch(0)

@@ -132,6 +132,7 @@ def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supe
 def test_ranks_keep_their_grace_when_the_flow_is_terminated_while_they_leave_a_machine(supervisor):
     """As at the time limit of a Slurm job, where agents and flow get SIGTERM at the same time."""
     termination = Termination(20.0)
+    supervisor.result = lambda raise_on_failure: None
 
     class Store(MemoryKeyValue):
         def set(self, key, value):
