@@ -10,7 +10,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.gang.machine.partition import Partition
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
-from prefect_torch.tasks.rank.errors import RankFailedError
+from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
 from prefect_torch.tasks.rank.failures import cause_of
 from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, heartbeat_key
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -118,7 +118,9 @@ class GangRun:
         failures = [outcome for outcome in (*outcomes.values(), problem) if isinstance(outcome, BaseException)]
         if left is not None and (self._key_value.check(CUT_SHORT_KEY) or not self._gang.has_completed()):
             if failures:  # the machine's end may be its cause; otherwise it occurs again
-                get_run_logger().warning("a rank failed meanwhile: %s", cause_of(failures))
+                cause = cause_of(failures)
+                shown = show_traceback(cause) if isinstance(cause, RankFailedError) else ""
+                get_run_logger().warning("a rank failed meanwhile: %s", shown or cause)
             raise left
         if failures:
             raise cause_of(failures)
