@@ -4,6 +4,7 @@ Of Ray 2.60, with what Tune adds to the function of a trial. Ranks are threads w
 shares one training of two ranks.
 """
 
+import logging
 import os
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from prefect_torch.ckpt import (
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.reporting.events import DecisionRequest, ReportEvent
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -49,6 +52,8 @@ from prefect_torch.flows import (
 from prefect_torch.flows.arguments import gpus_of
 from prefect_torch.flows.sweeps.limits import limits_of, reached_limit
 from prefect_torch.tasks import prepare_data_loader
+from prefect_torch.tasks.gang import gang_run
+from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prepare import data_loader
@@ -1000,6 +1005,35 @@ def test_a_grace_is_for_all_ranks(store):
 def test_a_report_needs_all_ranks():
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
         FailureConfig(relax_collectives_on_preemption=True)
+
+
+def ranks_that_had_to_leave(outcome, *, has_completed):
+    """Return the run of a rank whose machine was going to be taken away, by what its function did in the grace."""
+    gang = SimpleNamespace(machines=(), outcomes=lambda: {0: outcome}, has_completed=lambda: has_completed, stopped=list[str])
+    return GangRun(gang, MemoryKeyValue(), None, Termination(20.0))
+
+
+LEFT = RankFailedError("machine a is being terminated", None, "preemption")
+
+
+@behaviour(
+    "ray.train.FailureConfig",
+    "an exception of a worker during a preemption counts toward max_failures",
+    verdict="different",
+    reason="it is warned of, with its traceback, and counts as the preemption, since the machine's end may be its cause",
+)
+def test_an_exception_during_a_preemption_counts_as_the_preemption(monkeypatch, caplog):
+    monkeypatch.setattr(gang_run, "get_run_logger", logging.getLogger)
+    failed = RankFailedError("rank 0 failed: ValueError: boom", 0, "user", traceback="in train_fn\nValueError: boom")
+    with pytest.raises(RankFailedError, match="machine a is being terminated") as caught:
+        ranks_that_had_to_leave(failed, has_completed=False)._result(None, LEFT)
+    assert caught.value.kind == "preemption"
+    assert "rank 0 failed:\nin train_fn\nValueError: boom" in caplog.text
+
+
+@behaviour("ray.train.FailureConfig", "a run that completes during a preemption is not repeated", verdict="same")
+def test_a_training_that_completes_on_a_terminated_machine_has_completed():
+    assert ranks_that_had_to_leave("accuracy", has_completed=True)._result(None, LEFT) == "accuracy"
 
 
 # ray.train.RunConfig and ray.train.ScalingConfig
