@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
-from prefect_torch.flows.sweeps.domains import as_stored
+from prefect_torch.flows.sweeps.domains import as_stored, find_domain
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import is_same
 
@@ -50,7 +50,7 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
     """Return the definition of a new sweep.
 
     Raises:
-        ValueError: If JSON cannot hold a value of the config, or it is nested more than 100 levels deep, naming it.
+        ValueError: If a value of the config is no JSON, holds a domain, or is nested more than 100 levels deep, naming it.
 
     """
     for name, value in config.items():
@@ -62,6 +62,8 @@ def define(function: str, space: dict[str, Any], config: dict[str, Any], search:
                 f"config[{name!r}]={value!r} is not JSON, as which a sweep stores its config: give numbers, texts, lists and "
                 "dicts, and make the object in your function"
             ) from exc
+        if place := find_domain(value, f"config[{name!r}]"):
+            raise ValueError(f"{place} is a domain, from which nothing is chosen in the config: give it in the space")
     seed = secrets.randbelow(_LARGEST_SEED) if search.seed is None else search.seed
     given = search.model_dump(mode="json")
     return Definition(function, as_stored(space), as_stored(config), search.metrics, list(search.modes), seed, given, utc_now())

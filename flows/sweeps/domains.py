@@ -135,6 +135,17 @@ def _refuse_domains(value: Any, place: str) -> None:
         _refuse_domains(item, f"{place}[{key!r}]")
 
 
+def find_domain(value: Any, place: str) -> str | None:
+    """Return the place of a domain in `value`, a part of a config, from which nothing is chosen; None if there is none."""
+    if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
+        needed, optional = _FIELDS[kind]
+        if needed < value.keys() <= needed | optional | {"kind"}:
+            return place
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    found = (find_domain(item, f"{place}[{key!r}]") for key, item in inner)
+    return next(filter(None, found), None)
+
+
 def _parse_domain(domain: Mapping[str, Any], place: str) -> Node:
     kind = domain["kind"]
     if kind not in _FIELDS:

@@ -64,6 +64,18 @@ def test_a_config_that_json_cannot_hold_is_refused_with_its_name():
         define("my:fn", {"lr": uniform(0, 1)}, {"epochs": 9, "data": {"path": Path("data")}}, SearchConfig(metric="loss"))
 
 
+@pytest.mark.parametrize("domain", [uniform(0, 1), randint(1, 9), choice([True, False]), grid([1, 2])])
+def test_a_domain_in_the_config_is_refused_since_every_trial_would_get_it_as_a_dict(domain):
+    config = {"epochs": 9, "net": {"layers": [1, {"norm": domain}]}}
+    with pytest.raises(ValueError, match=r"^config\['net'\]\['layers'\]\[1\]\['norm'\] is a domain, .* give it in the space$"):
+        define("my:fn", {"lr": uniform(0, 1)}, config, SearchConfig(metric="loss"))
+
+
+def test_a_dict_of_another_kind_in_the_config_is_no_domain():
+    config = {"noise": {"kind": "uniform", "of": "images"}, "init": {"kind": "normal", "low": 0, "high": 1}}
+    assert define("my:fn", {"lr": uniform(0, 1)}, config, SearchConfig(metric="loss")).config == config
+
+
 def test_numbers_of_numpy_are_numbers_anywhere_in_a_space_and_a_config():
     space = {"lr": {"kind": "uniform", "low": np.float32(0), "high": 1}, "sizes": [np.int64(3), {"of": np.int64(4)}]}
     defined = define("my:fn", space, {"epochs": np.int64(9)}, SearchConfig(metric="loss"))
