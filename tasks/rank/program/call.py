@@ -1,5 +1,6 @@
 """The call of the training function in a rank, with its value or its error as a RankResult."""
 
+import inspect
 import os
 import pickle
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 from prefect_torch.ckpt.reporting.api import get_checkpoint, start_session
 from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
-from prefect_torch.ckpt.text import clip, encodable
+from prefect_torch.ckpt.text import clip, encodable, name_of
 from prefect_torch.tasks.rank.errors import RankFailureKind
 from prefect_torch.tasks.rank.failures import of_exception
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
@@ -73,7 +74,7 @@ def _watch_steps(num_ranks: int) -> None:
 
 def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: bool) -> Any:
     if evaluates and takes_checkpoint(function):
-        return function(get_checkpoint(), **(config or {}))
+        return function(get_checkpoint(), **_by_name(function, config or {}))
     if takes_config(function):
         return function({} if config is None else config)
     if config:
@@ -81,6 +82,19 @@ def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: 
             f"config is given but {function.__name__}() takes no argument: leave config out, or let the function take it"
         )
     return function()
+
+
+def _by_name(function: TrainFunction, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the items of the config if the function takes them by name, after the checkpoint; TypeError if it does not."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, **config)
+    except TypeError as exc:
+        called = f"{name_of(function)}{signature}"
+        raise TypeError(
+            f"{called} gets the checkpoint, and each item of the config as an argument of its name: {exc}"
+        ) from None
+    return config
 
 
 def _explain_second_group(exc: BaseException) -> None:

@@ -382,6 +382,20 @@ def test_an_evaluation_may_take_the_checkpoint_as_rays_do(monkeypatch):
         pack_function(needs_two, None, evaluates=True)
 
 
+def test_an_evaluation_that_takes_the_checkpoint_and_the_whole_config_is_told_that_it_gets_the_items_by_name(monkeypatch):
+    monkeypatch.setattr("prefect_torch.tasks.rank.program.call.get_checkpoint", lambda: "the checkpoint")
+
+    def measure(checkpoint, config):
+        raise AssertionError
+
+    told = (
+        r"measure\(checkpoint, config\) gets the checkpoint, and each item of the config as an argument of its name: missing a"
+    )
+    for config in ({"batch_size": 8}, None):
+        with pytest.raises(TypeError, match=told):
+            _call(measure, config, evaluates=True)
+
+
 @pytest.mark.parametrize(("root", "module"), [("package", "package.inner.training"), ("package/inner", "inner.training")])
 def test_a_relative_import_in_a_file_is_answered_with_its_module(folder, root, module):
     (folder / "package/inner").mkdir(parents=True)
