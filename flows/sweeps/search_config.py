@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
 from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION
-from prefect_torch.ckpt.runs.metrics import with_numbers
+from prefect_torch.ckpt.runs.metrics import flatten_metrics, with_numbers
 from prefect_torch.ckpt.text import show_class
 from prefect_torch.tasks.options.run_form import FormModel
 from pydantic import Field, FiniteFloat, ValidationInfo, field_validator, model_validator
@@ -208,9 +208,9 @@ class SearchConfig(FormModel):
                 f"stop is a dict of metrics and numbers, not {show_class(stop)}: for another criterion, return from the "
                 "training function"
             )
-        nested = [f"{name}/{below}" for name, limit in (stop or {}).items() if isinstance(limit, Mapping) for below in limit]
-        if nested:
-            raise ValueError(f"a metric in a dict is named with a slash: give {nested[0]!r}")
+        nested: dict[str, Any] = {name: limit for name, limit in (stop or {}).items() if isinstance(limit, Mapping)}
+        for name, _ in flatten_metrics(nested):
+            raise ValueError(f"a metric in a dict is named with a slash: give {name!r}")
         return stop
 
     @field_validator("scheduler", mode="before")

@@ -104,6 +104,7 @@ def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant
         (lambda: SearchConfig(metric="loss", pruner=object()), "a pruner is given by the location .*, not object"),
         (lambda: SearchConfig(metric="loss", stop=len), "return from the training function"),
         (lambda: SearchConfig(metric="loss", stop={"a": {"b": 1}}), "named with a slash: give 'a/b'"),
+        (lambda: SearchConfig(metric="loss", stop={"a": {"b": {"c": 1}}}), "named with a slash: give 'a/b/c'"),
         (lambda: ScalingConfig(init_method="tcp://a:1"), "ranks meet at the flow's own store"),
     ],
 )
