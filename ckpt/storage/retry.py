@@ -73,6 +73,10 @@ class NoCredentialsError(PermissionError):
     """No credentials were found for the storage, so no request was sent."""
 
 
+class LoginError(ValueError):
+    """The login of an AWS profile is incomplete, or its source failed: once it has been used, it may be usable again later."""
+
+
 def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
     if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words
@@ -284,9 +288,9 @@ class RetryingStorage:
                 return
             try:
                 self._storage = self._reopen()
-            except ValueError:  # such as a block that was deleted
-                raise
             except Exception as exc:  # Prefect's API or the service that issues keys failed: it may work again soon
+                if isinstance(exc, ValueError) and not isinstance(exc, LoginError):  # such as of a block that was deleted
+                    raise
                 raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
 
 

@@ -178,6 +178,24 @@ def test_credentials_that_cannot_be_read_anew_now_are_read_anew_later():
     assert tries == [b"source"] * 4
 
 
+def test_a_process_that_fails_when_its_keys_have_expired_is_started_again(monkeypatch, tmp_path):
+    """As while the vault that it asks is away for a moment."""
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = sh {tmp_path}/tool\n")
+    (tmp_path / "tool").write_text(
+        f"cd {tmp_path}; echo >> starts\n"
+        "case $(wc -l < starts) in 1) key=stale;; 2) exit 1;; *) key=fresh;; esac\n"
+        """echo '{"Version": 1, "AccessKeyId": "'$key'", "SecretAccessKey": "x"}'\n"""
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with server_of_one_key("fresh") as endpoint:
+        storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": endpoint}, RetryPolicy(30, 0, 0)))
+        storage.put_bytes("x", b"1")
+    assert (tmp_path / "starts").read_text().count("\n") == 3
+
+
 def test_a_block_that_is_gone_when_its_credentials_expire_is_named():
     def renew(_):
         raise ValueError("there is no block 's3-bucket/x'")

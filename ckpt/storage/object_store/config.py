@@ -4,12 +4,13 @@ import os
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
 import obstore.store
-from prefect_torch.ckpt.storage.specs.aws import find_credentials, find_s3
+from prefect_torch.ckpt.storage.specs.aws import find_s3, has_credentials
 from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
@@ -194,17 +195,19 @@ def _given_keys(config: Mapping[str, Any]) -> Any:
 
 
 def _from_boto3(session: Any) -> Any:
-    """Return boto3's credential provider (profiles, SSO, roles; they refresh), or None if it finds no credentials.
+    """Return a provider of the credentials that boto3 finds (profiles, SSO, roles; they refresh), or None if it finds none.
 
     Raises:
-        ValueError: If the login of the AWS profile is invalid.
+        LoginError: If the login of the AWS profile is invalid.
 
     """
-    if find_credentials(session) is None:  # object_store itself looks for a role of the machine
-        return None
+    return partial(_fetch, session) if has_credentials(session) else None  # object_store itself looks for a role of the machine
+
+
+def _fetch(session: Any) -> Any:
     from obstore.auth.boto3 import Boto3CredentialProvider  # noqa: PLC0415 - takes a while to import
 
-    return Boto3CredentialProvider(session, ttl=_CREDENTIALS_LAST)
+    return Boto3CredentialProvider(session, ttl=_CREDENTIALS_LAST)()  # the session caches the credentials that it has found
 
 
 def _given_azure_login(config: Mapping[str, Any]) -> Any:

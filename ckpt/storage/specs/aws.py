@@ -1,7 +1,11 @@
 """The search of AWS' own tools for the login, region and endpoint of S3: variables, and the profile with its sections."""
 
+import os
 from typing import Any
 
+from prefect_torch.ckpt.storage.retry import LoginError
+
+_OF_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _FIX = "fix ~/.aws/config, the file that AWS_CONFIG_FILE names, or the AWS_… variables"
 
 
@@ -44,23 +48,29 @@ def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str
     return region, None if found.endpoint_url in usual else found.endpoint_url
 
 
-def find_credentials(session: Any) -> Any:
-    """Return the credentials of a botocore session, which caches them, or None; may run the profile's `credential_process`.
+def has_credentials(session: Any) -> bool:
+    """Return whether a botocore session has credentials, which it caches; may run the profile's `credential_process`.
+
+    An agent of the container (EKS, ECS) that does not answer may not have started yet: it is asked again with each request.
 
     Raises:
-        ValueError: If the login of the profile is incomplete, or its `credential_process` fails.
+        LoginError: If the login of the profile is incomplete, or its `credential_process` fails.
 
     """
     import botocore.exceptions  # noqa: PLC0415 - takes a while to import
 
     try:
-        return session.get_credentials()
+        return session.get_credentials() is not None
     except botocore.exceptions.BotoCoreError as exc:
+        if exc.kwargs.get("provider") == "container-role":
+            return True
         reason = str(exc).strip()
     except Exception as exc:  # noqa: BLE001 - botocore passes on whatever the start of a process and its output raise
-        reason = f"credential_process must write JSON as the AWS CLI expects it ({type(exc).__name__}: {exc})"
+        reason = f"{type(exc).__name__}: {exc}"
+        if not any(map(os.environ.get, _OF_CONTAINER)):
+            reason = f"credential_process must write JSON as the AWS CLI expects it ({reason})"
     # Without the error itself, which may hold the output of the process: keys.
-    raise ValueError(f"the login {_of_profile(session)} cannot be used: {reason}; {_FIX}")
+    raise LoginError(f"the login {_of_profile(session)} cannot be used: {reason}; {_FIX}")
 
 
 def _of_profile(session: Any) -> str:

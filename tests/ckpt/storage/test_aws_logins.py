@@ -10,15 +10,17 @@ import botocore.session
 import obstore
 import pytest
 from botocore.config import Config
+from botocore.utils import ContainerMetadataFetcher
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
-from servers import S3Server
+from servers import S3Server, ScriptedServer
 
 A_MINUTE = timedelta(minutes=1)
 KEYS = {"AWS_ACCESS_KEY_ID": "variable", "AWS_SECRET_ACCESS_KEY": "x"}
 TOKEN = {"AWS_SESSION_TOKEN": "token of variable"}
+NO_KEYS = {"AWS_PROFILE": "bare"}
 LAB = {"AWS_PROFILE": "lab"}
 ROLE = {"AWS_WEB_IDENTITY_TOKEN_FILE": "TOKEN", "AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/pod"}
 CONFIG = """
@@ -133,8 +135,8 @@ def test_a_bucket_is_requested_as_aws_own_tools_would_request_it(machine, variab
 @pytest.mark.parametrize("variables", [ROLE, {**LAB, **ROLE}, {"AWS_PROFILE": "role"}, {"AWS_PROFILE": "role", **ROLE}])
 def test_a_role_is_the_one_that_aws_own_tools_would_assume(machine, variables):
     machine(variables)
-    provider = ObstoreStorage("s3://bucket", {})._store.credential_provider
-    assert provider.credentials.method == botocore.session.Session().get_credentials().method
+    (session,) = ObstoreStorage("s3://bucket", {})._store.credential_provider.args
+    assert session.get_credentials().method == botocore.session.Session().get_credentials().method
 
 
 def test_a_pod_with_a_web_identity_has_the_credentials_of_its_role(machine, moto: S3Server):
@@ -232,6 +234,27 @@ def test_a_login_that_cannot_be_used_is_told_without_its_keys(machine, tmp_path,
     with pytest.raises(ValueError, match=rf"the login of the AWS profile 'wrong' cannot be used: .*{reason}") as caught:
         ObstoreStorage("s3://bucket", {})
     assert caught.value.__context__ is None  # a JSONDecodeError has the whole output
+
+
+def test_an_agent_of_the_container_that_does_not_answer_yet_is_asked_again(machine, monkeypatch, moto: S3Server):
+    """A pod may start before the agent of its node."""
+    monkeypatch.setattr(ContainerMetadataFetcher, "SLEEP_TIME", 0)
+    end = (datetime.now(timezone.utc) + timedelta(hours=1)).isoformat()
+    keys = {"AccessKeyId": "a", "SecretAccessKey": "x", "Token": "t", "Expiration": end}
+    with ScriptedServer.answering(503, "{}") as starting, ScriptedServer.answering(200, json.dumps(keys)) as agent:
+        machine({**NO_KEYS, "AWS_CONTAINER_CREDENTIALS_FULL_URI": starting.endpoint, "AWS_ENDPOINT_URL": moto.endpoint})
+        storage = ObstoreStorage(f"s3://{moto.new_bucket()}", {})
+        with pytest.raises(StorageError, match=r"cannot be fetched at the moment: .*container-role.*503"):
+            storage.put_bytes("x", b"1")
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", agent.endpoint)
+        storage.put_bytes("x", b"1")
+        assert agent.requests
+
+
+def test_an_agent_of_the_container_that_is_none_is_told_at_once(machine):
+    machine({**NO_KEYS, "AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://agent.example/"})
+    with pytest.raises(ValueError, match=r"cannot be used: ValueError: Unsupported host 'agent\.example'"):
+        ObstoreStorage("s3://bucket", {})
 
 
 @pytest.mark.parametrize("endpoint", ["me:secret@minio:9000", "http://me:secret@minio 1:9000", "http://me:secret@"])
