@@ -29,7 +29,14 @@ _S3_LOGIN = "a block, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile;
 _AZURE_LOGIN = "an AzureBlobStorageContainer block, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 _LOGINS = {"gs": _GOOGLE_LOGIN, "gcs": _GOOGLE_LOGIN, "s3": _S3_LOGIN, "s3a": _S3_LOGIN}  # Azure has many schemes
 _NOT_ENCRYPTED, _OF_STS = "source: BadScheme", "performing POST REDACTED"  # only requests to STS hide the address
-_NO_IDENTITY = re.compile(rf"Failed to read token file|{_PROVIDER}: FileNotFoundError")  # object_store's text, and boto3's
+# object_store's text, and the names of boto3's errors that no server caused, with the remedy.
+_UNUSABLE_LOGINS = {
+    "Failed to read token file": "fix AWS_WEB_IDENTITY_TOKEN_FILE",
+    f"{_PROVIDER}: FileNotFoundError": "fix AWS_WEB_IDENTITY_TOKEN_FILE, or the profile that names this file",
+    f"{_PROVIDER}: ParamValidationError": "fix AWS_ROLE_ARN, the file that AWS_WEB_IDENTITY_TOKEN_FILE names, or the profile",
+    f"{_PROVIDER}: SSOTokenLoadError": "log in with `aws sso login`",
+    f"{_PROVIDER}: RefreshWithMFAUnsupportedError": "give a login for which nobody has to type a code",
+}
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
@@ -47,6 +54,7 @@ _CERTIFICATE_REMEDIES = {  # by the beginning of rustls' name for the reason (ht
     "": "give that of its authority, in AWS_CA_BUNDLE, the option root_certificate or the block",
 }
 _NO_TLS = "InvalidContentType"
+_INVALID = re.compile(r"ParamValidationError: [^\n]*\n(?P<text>[^\n]*)")  # the second line names the parameter
 _UNSENT = re.compile(r'source: reqwest::Error \{.*?\b(?:message|error): "(?P<text>[^"\n]{1,200})"', re.DOTALL)
 
 
@@ -108,11 +116,9 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
             f"the credentials for {where} cannot be fetched: the address of AWS' STS must begin with https://, as object_store "
             "demands: change AWS_ENDPOINT_URL_STS, or unset AWS_WEB_IDENTITY_TOKEN_FILE for another login"
         )
-    if not has_answered and _NO_IDENTITY.search(text) is not None:
-        return OSError(
-            f"the credentials for {where} cannot be fetched: {reason}; fix AWS_WEB_IDENTITY_TOKEN_FILE, or the profile that "
-            "names this file"
-        )
+    remedy = next((remedy for words, remedy in _UNUSABLE_LOGINS.items() if words in text), None)
+    if not has_answered and remedy is not None:
+        return OSError(f"the credentials for {where} cannot be fetched: {reason}; {remedy}")
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:
         scheme = where.partition("://")[0].lower()
@@ -213,6 +219,6 @@ def first_reason(error: Exception) -> str:
     text = without_login(str(error).strip())
     line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
-    unsent = _UNSENT.search(text)
+    unsent = _UNSENT.search(text) or _INVALID.search(text)
     reasons = [answer[name][:300] for name in ("Code", "Message") if name in answer]
     return ": ".join([line, *([unsent["text"]] if unsent is not None and not reasons else reasons)])

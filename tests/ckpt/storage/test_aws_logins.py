@@ -60,6 +60,17 @@ CONFIG = """
     role_arn = arn:aws:iam::123456789012:role/pod
     web_identity_token_file = /missing
 
+    [profile sso]
+    sso_start_url = https://lab.example/start
+    sso_region = eu-west-3
+    sso_account_id = 123456789012
+    sso_role_name = lab
+
+    [profile code]
+    role_arn = arn:aws:iam::123456789012:role/profile
+    source_profile = lab
+    mfa_serial = arn:aws:iam::123456789012:mfa/me
+
     [profile empty]
     output = json
 
@@ -212,6 +223,24 @@ def test_a_login_without_its_file_is_told_at_once(machine, variables):
     machine(variables)
     storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0)))
     with pytest.raises(OSError, match=r"credentials for .* cannot be fetched: .*'/missing'.*; fix .* or the profile that"):
+        storage.get_bytes("x")
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({**ROLE, "AWS_ROLE_ARN": "pod"}, "length for parameter RoleArn, value: 3.*; fix AWS_ROLE_ARN"),
+        ({**ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": "/dev/null"}, "length for parameter WebIdentityToken, value: 0"),
+        ({"AWS_PROFILE": "sso"}, "https://lab.example/start does not exist; log in with `aws sso login`"),
+        ({"AWS_PROFILE": "code"}, "MFA token required.*; give a login"),
+    ],
+    ids=["arn", "token", "sso", "code"],
+)
+def test_a_login_that_no_server_can_accept_is_told_at_once(machine, monkeypatch, variables, reason):
+    monkeypatch.setattr("getpass.getpass", input)  # without a terminal, as in a rank
+    machine(variables)
+    storage = open_storage(StorageSpec("s3://bucket", {"aws_endpoint_url": "http://127.0.0.1:1"}, RetryPolicy(60.0, 0, 0)))
+    with pytest.raises(OSError, match=rf"credentials for .* cannot be fetched: .*{reason}"):
         storage.get_bytes("x")
 
 
