@@ -112,39 +112,42 @@ def find_named(checkpoint: str, storage: StorageSpec, run: str | None = None) ->
     return CheckpointRef(replace(named.store.spec, retry=storage.retry), named.store.name, named.id)
 
 
-def initial_checkpoint(resume_from: str | Path | Checkpoint, storage: StorageSpec) -> CheckpointRef:
-    """Return the checkpoint that `resume_from` of `train` means, without a request to the storage.
+def committed_checkpoint(given: str | Path | Checkpoint, storage: StorageSpec, run: str | None = None) -> CheckpointRef:
+    """Return the checkpoint that an argument of `train` or `evaluate` means, without a request to the storage.
+
+    Args:
+        given: The checkpoint, or its id, "run/id", path or URL.
+        storage: The storage of the flow, as `find_named` takes it.
+        run: The run of an id that is given alone.
 
     Raises:
-        ValueError: If `resume_from` means none.
+        ValueError: If `given` means none.
 
     """
-    if isinstance(resume_from, Checkpoint):
-        return _committed(resume_from)
-    return find_named(name_checkpoint(resume_from), storage)
+    if isinstance(given, Checkpoint):
+        return _committed(given)
+    return find_named(name_checkpoint(given), storage, run)
 
 
-def name_checkpoint(resume_from: str | Path | Checkpoint) -> str:
-    """Return the text that means the same checkpoint as `resume_from` of `train`.
+def name_checkpoint(given: str | Path | Checkpoint) -> str:
+    """Return the text that means the same checkpoint as `given`.
 
     Raises:
-        ValueError: If `resume_from` is no committed checkpoint.
+        ValueError: If `given` is no committed checkpoint.
 
     """
-    if isinstance(resume_from, str):
-        return resume_from
-    if isinstance(resume_from, Path):
-        return str(resume_from.absolute())
-    _committed(resume_from)
-    return resume_from.path
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Path):
+        return str(given.absolute())
+    _committed(given)
+    return given.path
 
 
-def _committed(resume_from: Checkpoint) -> CheckpointRef:
-    if resume_from.store is None or resume_from.id is None:
-        raise ValueError(
-            f"resume_from={resume_from!r}: give a committed checkpoint, its path or URL, or 'run/id'{_of_others(resume_from)}"
-        )
-    return CheckpointRef(resume_from.store.spec, resume_from.store.name, resume_from.id)
+def _committed(given: Checkpoint) -> CheckpointRef:
+    if given.store is None or given.id is None:
+        raise ValueError(f"{given!r}: give a committed checkpoint, its path or URL, or 'run/id'{_of_others(given)}")
+    return CheckpointRef(given.store.spec, given.store.name, given.id)
 
 
 def _of_others(named: Checkpoint) -> str:

@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from prefect import flow
-from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
@@ -22,7 +22,7 @@ from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.options.config import Directory, LogLevel, LogRanks
-from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
+from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.tasks.prefect_api.final_state import completed
@@ -34,11 +34,12 @@ from prefect_torch.tasks.training.liveness import is_being_trained
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import find_named, gpus_for, machines_for
+from .arguments import committed_checkpoint, gpus_for, machines_for
 from .interruptions import cancellable
 from .monitoring.messages import evaluation_flow_run_name
 from .monitoring.text import show_first_number
 
+_Given: TypeAlias = str | PathObject | SkipJsonSchema[Checkpoint]
 _POLL_S = 0.05
 _MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage may have refused it only once
 
@@ -78,8 +79,8 @@ def evaluate(
         ),
     ] = None,
     checkpoints: Annotated[
-        Annotated[list[str], Field(title="These")]
-        | Annotated[str, Field(title="This one")]
+        Annotated[list[_Given], Field(title="These")]
+        | Annotated[_Given, Field(title="This one")]
         | Annotated[None, Field(title="All without this evaluation")],
         shown_as("Checkpoints", "Which checkpoints to evaluate: ids in the run, 'run/id', paths or URLs."),
     ] = None,
@@ -147,7 +148,7 @@ def evaluate(
         storage: The location of the run. A checkpoint in it that is given by its path or URL is read with its credentials, any
             other one with those of the machine.
         run: The run's name; None if each checkpoint is given with its run.
-        checkpoints: Ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
+        checkpoints: Checkpoints, ids in the run, "run/id", paths or URLs, or one of them; None for all without this evaluation.
         config: The function's argument, if it takes one; for a function that takes the checkpoint, its other arguments by name.
         scaling: The number of ranks and their devices. One rank without a GPU if None.
         name: The evaluation's name; `CheckpointConfig(checkpoint_score_attribute="eval/accuracy")` scores by its metric.
@@ -202,13 +203,17 @@ def _pause(seconds: float, termination: Termination) -> None:
 
 
 def _choose(
-    storage: StorageSpec, run: str | None, checkpoints: list[str] | str | None, name: str, pause: Callable[[], None] | None
+    storage: StorageSpec,
+    run: str | None,
+    checkpoints: list[_Given] | _Given | None,
+    name: str,
+    pause: Callable[[], None] | None,
 ) -> Iterable[CheckpointRef]:
     if checkpoints is not None:
         if pause is not None:
             raise ValueError("watch=True evaluates every new checkpoint: give either watch or checkpoints, not both")
-        named = [checkpoints] if isinstance(checkpoints, str) else checkpoints
-        return [find_named(checkpoint, storage, run) for checkpoint in named]
+        given = checkpoints if isinstance(checkpoints, list) else [checkpoints]
+        return [committed_checkpoint(checkpoint, storage, run) for checkpoint in given]
     if run is None:
         raise ValueError("give run, the name of the run to evaluate, or checkpoints")
     store = CheckpointStore.open(storage, run)

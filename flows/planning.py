@@ -26,7 +26,7 @@ from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import lineage_of, refuse_if_alive, refuse_other_kind
 from prefect_torch.tasks.training.start import missing_run_named, nothing_to_resume
 
-from .arguments import gpus_of, initial_checkpoint, show_ranks
+from .arguments import committed_checkpoint, gpus_of, show_ranks
 
 TO_END_S = 5.0  # after the grace: to stop ranks and to record the outcome
 Status: TypeAlias = Literal["ok", "warning", "wrong"]
@@ -203,7 +203,7 @@ def _look_at_run(
     spec: StorageSpec, run: RunConfig, checkpoint: CheckpointConfig, resume_from: str | Path | Checkpoint | None
 ) -> TrainingPlan:
     try:
-        initial = None if resume_from is None else _open(initial_checkpoint(resume_from, spec))
+        initial = None if resume_from is None else _open(committed_checkpoint(resume_from, spec))
         if run.name is None:
             if initial is None and run.resume == "must":
                 raise CheckpointNotFoundError("a run without a name is new, and resume='must' asks for one with a checkpoint")

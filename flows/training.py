@@ -38,7 +38,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
-from .arguments import gpus_for, initial_checkpoint, machines_for, restarted_by_this
+from .arguments import committed_checkpoint, gpus_for, machines_for, restarted_by_this
 from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
@@ -196,7 +196,7 @@ def _job(
         function=pack_function(train_fn, config),
         storage=storage,
         run=run.name or name_of_flow_run(),
-        initial_checkpoint=None if resume_from is None else initial_checkpoint(resume_from, storage),
+        initial_checkpoint=None if resume_from is None else committed_checkpoint(resume_from, storage),
         scaling=scaling,
         run_config=run,
         checkpoint=checkpoint,

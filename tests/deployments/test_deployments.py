@@ -15,7 +15,7 @@ from prefect_torch.deployments import make_deployment
 from prefect_torch.deployments.automations import make_resumer
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, SlurmCluster, evaluate, prune, train
-from prefect_torch.flows.arguments import initial_checkpoint
+from prefect_torch.flows.arguments import committed_checkpoint
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,9 @@ def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
     manifest = commit(store, 3)
     for given in (f"base/{manifest.id}", store.checkpoint(manifest), Path(store.path_of(manifest.id))):
         deployment = make_deployment("tuned", "my_training:train_fn", resume_from=given)
-        assert initial_checkpoint(deployment.parameters["resume_from"], StorageSpec(str(tmp_path))).checkpoint_id == manifest.id
+        assert (
+            committed_checkpoint(deployment.parameters["resume_from"], StorageSpec(str(tmp_path))).checkpoint_id == manifest.id
+        )
     with pytest.raises(ValueError, match="give a committed checkpoint, its path or URL, or 'run/id'"):
         make_deployment("tuned", "my_training:train_fn", resume_from=Checkpoint.from_directory(tmp_path))
 

@@ -29,7 +29,7 @@ from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
-from prefect_torch.flows.arguments import find_named, initial_checkpoint
+from prefect_torch.flows.arguments import committed_checkpoint, find_named
 from prefect_torch.flows.evaluation import _unevaluated
 from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.liveness import is_being_trained
@@ -104,11 +104,10 @@ def test_a_training_is_evaluated_to_its_end_and_notices_nothing(watched):
 def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_evaluated(tmp_path, caplog):
     store = fill(tmp_path, [0, 1, 2])
     first, second, third = store.ids()
-    urls = [
-        store.checkpoint(store.get(it)).path for it in (first, second, third)
-    ]  # as an automation gives them: nothing besides
+    checkpoint, *others = (store.checkpoint(store.get(it)) for it in (third, second, first))
+    given = [others[1].path, Path(others[0].path), checkpoint]  # a path, as an automation gives it: nothing besides
     with pytest.raises(RuntimeError, match=r"report\(\) was called inside an evaluation.* return the metrics") as caught:
-        evaluate("evaluations:measure", checkpoints=urls, config={"0": "prune", "1": "report"})
+        evaluate("evaluations:measure", checkpoints=given, config={"0": "prune", "1": "report"})
     assert f"rank 0 of the evaluation of {second} failed" in str(caught.value.__cause__)
     (logged,) = (it for it in caplog.messages if it.startswith(f"rank 0 of the evaluation of {second} failed:\n"))
     assert re.search(r"^Traceback.*\n  File .*evaluations\.py", logged, re.MULTILINE)
@@ -276,7 +275,7 @@ def test_a_checkpoint_that_could_not_be_read_is_looked_at_again_for_a_while(tmp_
 def test_a_directory_that_is_no_checkpoint_of_a_run_such_as_one_of_rays_is_read_in_the_function(tmp_path, given):
     written = "give a committed checkpoint.*; of other files, give the directory in the config, and read Checkpoint"
     with pytest.raises(ValueError, match=written):
-        initial_checkpoint(given(str(tmp_path)), StorageSpec("s3://bucket/base"))
+        committed_checkpoint(given(str(tmp_path)), StorageSpec("s3://bucket/base"))
 
 
 HERE_AND_ALIVE = Owner.current()
