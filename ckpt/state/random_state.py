@@ -16,8 +16,9 @@ class RandomState(RankLocal):
     A report stores them as they are when it is called; a load sets them as its last action. These are Python's `random`,
     NumPy's global generator, torch's for the CPU, and that of the rank's GPU (torch's accelerator) once it is in use. A resumed
     training then draws the numbers that an uninterrupted one would have drawn. Generators that a program made itself (a
-    `torch.Generator`, a `numpy.random.Generator`, a `random.Random`) are not among them, and go into a state as they are:
-    `state={"generator": generator}`. They are stored and set in the same way; `RankLocal(generator)` keeps equal ones apart.
+    `torch.Generator`, a `numpy.random.Generator`, a `numpy.random.RandomState`, a `random.Random`) are not among them, and go
+    into a state as they are: `state={"generator": generator}`. They are stored and set in the same way; `RankLocal(generator)`
+    keeps equal ones apart.
 
     It is each rank's own, like a `RankLocal`, and loads on the same number of ranks. On another number, the function
     `load_state(..., rank_local=)` is called for each part with the values of all former ranks; without that function, the load
@@ -61,14 +62,17 @@ def is_generator(value: object) -> bool:
     if isinstance(value, (torch.Generator, random.Random)):
         return not isinstance(value, random.SystemRandom)
     numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    return numpy_random is not None and isinstance(value, numpy_random.Generator)
+    return numpy_random is not None and isinstance(value, (numpy_random.Generator, numpy_random.RandomState))
 
 
 def generator_state(generator: Any) -> Any:
     """Return a copy of the state of a generator: a tensor, a tuple or a dict."""
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    # A numpy.random.RandomState has a dict only on request; its tuple fits the Mersenne Twister alone.
+    return generator.get_state(legacy=False) if hasattr(generator, "random_sample") else generator.get_state()
 
 
 def set_generator(generator: Any, state: Any, name: str) -> None:

@@ -59,6 +59,8 @@ def own_generators():
         "torch": torch.Generator().manual_seed(1),
         "numpy": np.random.default_rng(1),
         "mersenne": mersenne,
+        "former": np.random.RandomState(1),
+        "other former": np.random.RandomState(np.random.PCG64(1)),
         "python": random.Random(1),
     }
 
@@ -100,6 +102,7 @@ def test_each_rank_has_its_own_generator_back(store):
         (np.random.default_rng(1), np.random.Generator(np.random.MT19937(1))),
         (random.Random(1), torch.Generator()),
         (torch.Generator(), random.Random(1)),
+        (np.random.default_rng(1), np.random.RandomState(1)),
     ],
 )
 def test_the_state_of_another_kind_of_generator_is_refused(store, kept, loaded):
