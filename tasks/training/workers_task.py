@@ -228,7 +228,7 @@ class _Leader:
     def _warn_of_failure(self, failure: Exception) -> None:
         """Warn of a rank that failed by itself while it was to end: that costs no budget, and may occur at each termination."""
         if isinstance(failure, RankFailedError) and failure.kind not in ("preemption", *CONSEQUENCES):
-            get_run_logger().warning("%s", _with_traceback(failure).rstrip("; \n"))
+            get_run_logger().warning("%s", show_traceback(failure) or failure)
 
     def _record_termination(self, claimed: Attempt) -> None:
         outcome = outcome_of_termination(claimed, self._termination, self._job.failure.grace_s, self._safe_work())
