@@ -218,17 +218,18 @@ class RankSession:
         if uneven:
             raise ReportMismatchError(f"{uneven[0]}, but {own}; call report() equally often on every rank")
 
-    def fail(self, detail: str, flush_s: float) -> None:
+    def fail(self, detail: str, flush_s: float, *, is_consequence: bool = False) -> None:
         """Announce to the other ranks that this one's function raised, after a last wait for background commits.
 
         Args:
             detail: The error in one line.
             flush_s: How long to wait for the commits.
+            is_consequence: Whether another rank's failure is the cause.
 
         """
         self._release_node_copy()
         self.wait_for_commits(flush_s)
-        self._peers.leave(RankExit(self.context.world_rank, self._num_reports, "failed", detail))
+        self._peers.leave(RankExit(self.context.world_rank, self._num_reports, "failed", detail, is_consequence))
 
 
 class EvaluationSession(RankSession):

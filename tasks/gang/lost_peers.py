@@ -1,14 +1,11 @@
 """The message of a rank that lost its connection to another rank."""
 
-import re
 import time
 
-from prefect_torch.ckpt.reporting.exchange.exits import RankExit, read_exits
+from prefect_torch.ckpt.reporting.exchange.exits import read_exits
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 
 _POLL_S = 0.05
-# A rank that exits with such an error lost its connection as well, and is not the cause.
-_OF_COMMUNICATION = re.compile(r"/gloo/|Connection closed by peer|Dist(Backend|Network|Store)?Error|NCCL")
 _LONGEST_S = 0.5  # the exit of the rank that caused it may be announced a moment later
 
 
@@ -23,12 +20,8 @@ def describe_lost_connection(key_value: KeyValue, rank: int, error: str, longest
 
     """
     until_s = time.monotonic() + longest_s
-    while not (gone := [it.rank for it in read_exits(key_value) if it.rank != rank and _is_cause(it)]):
+    while not (gone := [it.rank for it in read_exits(key_value) if it.rank != rank and it.is_cause]):
         if time.monotonic() >= until_s:
             return error
         time.sleep(_POLL_S)
     return f"lost its connection to rank {gone[0]}" if len(gone) == 1 else "lost its connection to other ranks"
-
-
-def _is_cause(left: RankExit) -> bool:
-    return not left.has_returned and _OF_COMMUNICATION.search(left.detail) is None

@@ -217,9 +217,11 @@ def _supervise(
 
 def _fail(spec: RankSpec, result: RankResult, key_value: KeyValue) -> State[Any]:
     """Announce the failure, and return the final state; a raised error would be logged with the traceback of the supervisor."""
-    announce_exit(key_value, RankExit(spec.rank, None, "died", result.error))  # unless the rank has announced it
     error = _error(spec, result)
-    if error.kind in CONSEQUENCES:
+    is_consequence = error.kind in CONSEQUENCES
+    left = RankExit(spec.rank, None, "died", result.error, is_consequence)
+    announce_exit(key_value, left)  # unless the rank has announced it
+    if is_consequence:
         is_lost = error.kind == "communication"
         reason = describe_lost_connection(key_value, spec.rank, str(result.error)) if is_lost else result.error
         return Cancelled(message=f"stopped: {reason}", data=error)

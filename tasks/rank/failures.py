@@ -75,9 +75,15 @@ _OF_CUDA: dict[int, tuple[str, RankFailureKind]] = {
 }
 _CUDA_ERROR = "CUDA error: "
 _OF_PREFECT = "httpx.HTTPError"
-# Gloo throws a plain RuntimeError whose text begins with the location in its source. It may be raised anywhere: in a
-# collective, in work.wait() of the user, in the backward pass of DDP.
-_THROWN_BY_GLOO = re.compile(r"\[\S*\bgloo/\S+\.(?:cc|h):\d+\] ")
+# Gloo throws a plain RuntimeError whose text begins with the location in its source, or with what torch was about to do: to
+# connect a group, to pass a monitored barrier, of which TORCH_DISTRIBUTED_DEBUG=DETAIL puts one before each collective. It may
+# be raised anywhere: in a collective, in work.wait() of the user, in the backward pass of DDP.
+_THROWN_BY_GLOO = re.compile(
+    r"(?:Gloo connectFullMesh failed with )?\[\S*\bgloo/\S+\.(?:cc|h):\d+\] "
+    r"|(?:\[Rank \d+\]: )?Ranks? [\d, ]+ (?:failed to pass|timed out in|successfully reached) monitoredBarrier\b"
+    r"|ProcessGroupWrapper: Monitored Barrier encountered error "
+    r"|Application timeout caused pair closure$"
+)
 
 
 def is_kind(name: object) -> TypeGuard[RankFailureKind]:
@@ -104,6 +110,9 @@ def of_exception(
 
     """
     kind = _of_error(error, oom_killed=oom_killed)
+    if kind == "user" and error.__cause__ is not None:  # of whatever class, it is what the function made of the cause
+        because = _of_error(error.__cause__, oom_killed=oom_killed)
+        kind = because if because in CONSEQUENCES else kind
     if kind == "infrastructure" and isinstance(error, CommitFailedError) and error.ranks and rank not in (None, *error.ranks):
         return "peer"
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):

@@ -261,6 +261,7 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
     wait_until(lambda: flow_run_state(flow_run_id) == "Completed", "the end of the training")
     assert Result.from_storage(stack.storage, "seen").attempts == 2
 
+    page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")  # a page asks once for the artifacts
     open_artifact(page, "seen-[0-9a-f]{6}-checkpoints")
     for text in ("kept because", "latest", "best", "val_loss"):
         expect(page.get_by_text(re.compile(text)).first).to_be_visible()

@@ -1,7 +1,9 @@
 """Whole trainings: a real Prefect server, real processes, real process groups."""
 
 import math
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -147,6 +149,23 @@ def test_each_rank_that_failed_by_itself_is_told(run):
     errors = Result.from_storage(run.storage, "run").errors
     assert errors.keys() == {0, 1}
     assert all(f"the data of rank {rank}" in error and "in fail_together" in error for rank, error in errors.items())
+
+
+def test_a_lost_rank_uses_no_restart_of_the_users_where_torch_checks_each_collective(run, monkeypatch, caplog):
+    """Then the survivors' errors have a form of their own."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+
+    def train_watched():
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+        context = get_context()
+        dist.barrier()
+        if (context.world_rank, context.attempt) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    result = train(train_watched, scaling=TWO, run=run, failure=FailureConfig(max_failures=0))
+    assert (result.attempts, result.errors) == (2, {})
+    assert any("[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in record.message for record in caplog.records)
 
 
 def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):

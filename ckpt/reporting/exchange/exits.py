@@ -23,6 +23,7 @@ class RankExit:
         reports: How many reports it completed, or None where its process died and this is unknown.
         status: Whether its function returned, raised, or its process died.
         detail: The error or the signal.
+        is_consequence: Whether it left because of another rank, to which it lost its connection for example.
 
     """
 
@@ -30,11 +31,17 @@ class RankExit:
     reports: int | None
     status: ExitStatus
     detail: str = ""
+    is_consequence: bool = False
 
     @property
     def has_returned(self) -> bool:
         """Whether its function returned."""
         return self.status == "returned"
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether it failed or died by itself, as far as that is known."""
+        return not (self.has_returned or self.is_consequence)
 
     def __str__(self) -> str:
         """Return the exit in one line."""

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.reporting.session import RankSession
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.text import clip, encodable, name_of
 from prefect_torch.tasks.rank.errors import RankFailureKind
-from prefect_torch.tasks.rank.failures import of_exception
+from prefect_torch.tasks.rank.failures import CONSEQUENCES, of_exception
 from prefect_torch.tasks.rank.resources.available_memory import available_bytes
 from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
@@ -58,7 +58,7 @@ def call_in_session(function: TrainFunction, config: dict[str, Any] | None, sess
         is_gpu_shared = spec.use_gpu and of_exception(exc) == "out_of_memory" and is_memory_held_by_others()
         is_oom_killed = bool(oom_kills.happened())
         kind = of_exception(exc, rank=spec.rank, oom_killed=is_oom_killed, is_gpu_shared=is_gpu_shared)
-        session.fail(_one_line(exc), spec.flush_s)
+        session.fail(_one_line(exc), spec.flush_s, is_consequence=kind in CONSEQUENCES)
         return failure_of(exc, kind)
     finally:
         start_session(None)

@@ -21,7 +21,7 @@ def test_the_only_other_rank_that_is_gone_is_named():
 
 
 def test_another_rank_that_lost_its_connection_is_not_the_cause():
-    other = RankExit(2, 3, "failed", GLOO)
+    other = RankExit(2, 3, "failed", GLOO, is_consequence=True)
     assert described(other, RankExit(1, None, "died", "SIGKILL")) == "lost its connection to rank 1"
     assert described(other) == GLOO
 

@@ -32,6 +32,8 @@ from torch.utils.data import DataLoader, Dataset
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:55185."
 
+DEBUGGED = "ProcessGroupWrapper: Monitored Barrier encountered error running collective: CollectiveFingerPrint("
+
 
 class QuotingError(RuntimeError):
     """A user's own error, whatever it quotes."""
@@ -66,7 +68,7 @@ def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_
         def finish(self):
             raise StorageFullError("no space left")
 
-        def fail(self, detail, flush_s):
+        def fail(self, detail, flush_s, *, is_consequence):
             pass
 
     def leave():
@@ -88,6 +90,13 @@ def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_
             RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms"),
             "communication",
         ),
+        (RuntimeError(f"Gloo connectFullMesh failed with {GLOO}"), "communication"),
+        (RuntimeError(f"[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms\n Original: \n{GLOO}"), "communication"),
+        (RuntimeError("[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 2000 ms"), "communication"),
+        (RuntimeError("Application timeout caused pair closure"), "communication"),
+        (RuntimeError(f"{DEBUGGED}TensorShape=[1], TensorDtypes=Long). Error: \n{GLOO}"), "communication"),
+        (RuntimeError("the loss is nan, but rank 1 successfully reached monitoredBarrier"), "user"),
+        (RuntimeError("Detected mismatch between collectives on ranks. Rank 0 is running collective"), "user"),
         (distributed.DistBackendError("NCCL error"), "communication"),
         (distributed.DistNetworkError("socket closed"), "communication"),
         (distributed.DistStoreError("wait timeout"), "communication"),
@@ -112,6 +121,21 @@ def test_a_last_commit_that_finds_the_disk_full_counts_alike_where_the_function_
 )
 def test_an_exception_counts_by_its_type(error, kind):
     assert of_exception(error) == kind
+
+
+def test_an_error_that_the_function_raises_from_a_lost_connection_is_a_consequence_too():
+    for cause, kind in (
+        (RuntimeError(GLOO), "communication"),
+        (PeerGoneError("rank 1 died"), "peer"),
+        (MemoryError(), "user"),
+        (KeyError("lr"), "user"),
+    ):
+        error = QuotingError("the step failed")
+        error.__cause__ = cause
+        assert of_exception(error) == kind
+    while_handling = QuotingError("a bug in what cleans up")
+    while_handling.__context__ = RuntimeError(GLOO)
+    assert of_exception(while_handling) == "user"
 
 
 def test_a_failed_commit_is_the_failure_of_the_ranks_that_could_not_store_their_parts():
