@@ -75,6 +75,8 @@ def tested(python: Path, arguments: list[str]) -> list[str]:
     failures = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
     counts = re.findall(r"^\d+ \w+.* in \d+\.\d+s.*", done.stdout, re.MULTILINE)
     assert counts, done.stdout + done.stderr
+    if failures:
+        print(done.stdout, file=sys.stderr)
     return [f"$ python -m pytest {shlex.join(arguments)}", *(it[:160] for it in failures), counts[-1], ""]
 
 

@@ -108,7 +108,11 @@ def _parse(value: Any, place: str) -> Node:
         nodes = tuple((key, _parse(item, f"{place}[{key!r}]")) for key, item in value.items())
         inner = Nested(nodes)
         return inner if not place or has_domains(inner) else Constant(as_stored(value))
-    _refuse_domains(value, place)
+    if (domain := find_domain(value, place)) is not None:
+        raise ValueError(
+            f"space{domain} is a domain in a list, and each value that is chosen needs a name: give a dict instead of the "
+            "list, and make the list in your function"
+        )
     try:
         return Constant(as_stored(value))
     except (TypeError, ValueError) as exc:
@@ -123,20 +127,8 @@ def _parse(value: Any, place: str) -> Node:
         ) from exc
 
 
-def _refuse_domains(value: Any, place: str) -> None:
-    """Raise if a list holds a domain: a parameter needs a name, so nothing would be chosen from it."""
-    if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
-        raise ValueError(
-            f"space{place} is a domain in a list, and each value that is chosen needs a name: give a dict instead of the list, "
-            "and make the list in your function"
-        )
-    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    for key, item in inner:
-        _refuse_domains(item, f"{place}[{key!r}]")
-
-
 def find_domain(value: Any, place: str) -> str | None:
-    """Return the place of a domain in `value`, a part of a config, from which nothing is chosen; None if there is none."""
+    """Return the place of a domain in `value`, a config or a list, from which nothing would be chosen, or None."""
     if isinstance(value, Mapping) and isinstance(kind := value.get("kind"), str) and kind in _FIELDS:
         needed, optional = _FIELDS[kind]
         if needed < value.keys() <= needed | optional | {"kind"}:
