@@ -114,11 +114,13 @@ def _watched(command: str, name: str, leader: int) -> str:
     """Return `command` beside a watch that cancels its allocation if the leader is killed, and otherwise ends with the command.
 
     srun releases the allocation only once all agents have ended, and the agent of a lost machine never does. The guard of the
-    command kills tail(1) first, and gives scancel a moment. A killed process stays in /proc until its parent waits for it.
+    command kills tail(1) first, as it would kill any program but scancel, to which it gives a moment; so the shell itself looks
+    whether the leader lives. A killed process stays in /proc until its parent waits for it.
     """
     watch = (
         f"tail --pid={leader} -f /dev/null; "
-        f"grep -q '^State:.[^ZX]' /proc/{leader}/status || scancel {shlex.quote(f'--name={name}')}"
+        f'while read -r key state _; do [ "$key" = State: ] && break; done </proc/{leader}/status; '
+        f"case $state in ''|Z|X) scancel {shlex.quote(f'--name={name}')};; esac"
     )
     return f"{shlex.join(['sh', '-c', watch])} </dev/null >/dev/null 2>&1 & exec {command}"
 
