@@ -181,7 +181,8 @@ def test_a_terminal_that_is_closed_lets_ranks_commit_unless_that_is_ignored(stor
     arguments = [storage, "trainings:checkpoint_when_told", json.dumps({"started": str(started)})]
     command = [*(["nohup"] if is_ignored else []), sys.executable, str(SUPPORT / "run_training.py"), *arguments]
     leader = subprocess.Popen(
-        ["setsid", "--ctty", *command],  # at a terminal of its own
+        # At a terminal of its own, whatever this process ignores, as under nohup.
+        ["setsid", "--ctty", "env", "--default-signal=HUP", *command],
         env={**os.environ, "PYTHONPATH": str(SUPPORT), "PREFECT_API_URL": PREFECT_API_URL.value()},
         cwd=tmp_path,
         stdin=terminal,
