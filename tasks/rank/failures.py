@@ -77,12 +77,15 @@ _CUDA_ERROR = "CUDA error: "
 _OF_PREFECT = "httpx.HTTPError"
 # Gloo throws a plain RuntimeError whose text begins with the location in its source, or with what torch was about to do: to
 # connect a group, to pass a monitored barrier, of which TORCH_DISTRIBUTED_DEBUG=DETAIL puts one before each collective. It may
-# be raised anywhere: in a collective, in work.wait() of the user, in the backward pass of DDP.
-_THROWN_BY_GLOO = re.compile(
+# be raised anywhere: in a collective, in work.wait() of the user, in the backward pass of DDP. The location in TensorPipe, of
+# torch.distributed.rpc, is at the end; torch puts the number of the error before the words of a call that took too long.
+_OF_LOST_CONNECTION = re.compile(
     r"(?:Gloo connectFullMesh failed with )?\[\S*\bgloo/\S+\.(?:cc|h):\d+\] "
     r"|(?:\[Rank \d+\]: )?Ranks? [\d, ]+ (?:failed to pass|timed out in|successfully reached) monitoredBarrier\b"
     r"|ProcessGroupWrapper: Monitored Barrier encountered error "
     r"|Application timeout caused pair closure$"
+    r"|[^\n]* \(this error originated at tensorpipe/"
+    r"|RPCErr:1:"
 )
 
 
@@ -205,7 +208,7 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
             return _OF_TORCH[name]
     if (of_cuda := _of_cuda(error)) is not None:
         return of_cuda
-    if type(error) is RuntimeError and _THROWN_BY_GLOO.match(str(error)):
+    if type(error) is RuntimeError and _OF_LOST_CONNECTION.match(str(error)):
         return "communication"
     if oom_killed and _is_of_killed_worker(error):
         return "out_of_memory"
