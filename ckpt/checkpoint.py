@@ -20,6 +20,7 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
+from prefect_torch.ckpt.state.compiler import uncompiled
 from prefect_torch.ckpt.storage.records import check_depth
 from prefect_torch.ckpt.storage.specs.location import absolute
 from prefect_torch.ckpt.text import show_bytes, show_count
@@ -231,6 +232,7 @@ class Checkpoint:
             remove_metadata(target)
         return str(target)
 
+    @uncompiled
     def load_state(
         self,
         state: MutableMapping[str, Any],

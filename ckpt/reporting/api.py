@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context
+from prefect_torch.ckpt.state.compiler import uncompiled
 from prefect_torch.ckpt.state.staging import spare_memory
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _naming_ray_arguments(function: Callable[P, None]) -> Callable[P, None]:
 
 
 @_naming_ray_arguments
+@uncompiled
 def report(
     metrics: Mapping[str, object],
     checkpoint: Checkpoint | None = None,
@@ -120,6 +122,7 @@ def report(
     session.report(ReportArguments(metrics, checkpoint, state, step, progress, upload))
 
 
+@uncompiled
 def log_metrics(metrics: Mapping[str, object], step: SupportsIndex | None = None) -> None:
     """Record metrics of rank 0 in the run's history; those of other ranks are ignored, and no rank waits for another.
 

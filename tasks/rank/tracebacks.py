@@ -7,7 +7,7 @@ from traceback import StackSummary, TracebackException, walk_tb
 
 _PACKAGE = f"{Path(__file__).parents[2]}/"
 _PREFECT = "/site-packages/prefect/"
-_WRAPPER = "/torch/distributed/c10d_logger.py"  # around each collective
+_WRAPPERS = ("/torch/distributed/c10d_logger.py", "/torch/_dynamo/eval_frame.py")  # of collectives; of what is compiled, or not
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _HIDDEN = (_PACKAGE, "<frozen importlib", "<frozen runpy")
 # An exception of this kind that is raised by this package itself is a defect of it, so its frames are needed.
@@ -91,7 +91,7 @@ def _shorten(described: TracebackException, error: BaseException) -> None:
 
 
 def _is_hidden(filename: str) -> bool:
-    return filename.startswith(_HIDDEN) or _PREFECT in filename or filename.endswith(_WRAPPER)
+    return filename.startswith(_HIDDEN) or _PREFECT in filename or filename.endswith(_WRAPPERS)
 
 
 def _is_ours(module: str) -> bool:

@@ -24,8 +24,12 @@ from prefect_torch.ckpt import (
     RankLocalStateError,
     ReportMismatchError,
     StateMismatchError,
+    get_checkpoint,
+    log_metrics,
+    report,
 )
 from prefect_torch.ckpt.reporting.agreement import Agreement
+from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.commit import write_manifest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
@@ -210,6 +214,28 @@ def test_what_ddp_and_compile_wrap_has_the_name_of_what_they_wrap(store):
     other = make_training(2)[0]
     load(newest(store), {"m": other})
     check_equal(other, plain_model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # in torch, as it compiles an optimizer
+def test_the_compiler_leaves_reports_and_restores_out_of_a_function_that_it_compiles(store):
+    """Otherwise it compiles this package, and then the function's next step has no gradients."""
+    model, optimizer, _ = make_training(1)
+    state = {"model": model, "optimizer": optimizer}
+
+    @torch.compile(backend="eager")
+    def train_epoch(batch):
+        if checkpoint := get_checkpoint():
+            checkpoint.load_state(state)
+        take_step(model, optimizer, batch)
+        log_metrics({"loss": batch.sum()})
+        report({"loss": batch.sum()}, state=state, upload="sync")
+
+    for _ in range(2):
+        start_session(Attempt(store).session())
+        for _ in range(2):
+            train_epoch(torch.ones(8, 30))
+    start_session(None)
+    assert newest(store).step == 3
 
 
 @pytest.fixture

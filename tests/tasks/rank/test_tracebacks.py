@@ -1,9 +1,10 @@
-"""What is told of an exception in one line."""
+"""What is told of an exception."""
 
 import sys
 
 import pytest
-from prefect_torch.tasks.rank.tracebacks import message_line
+import torch
+from prefect_torch.tasks.rank.tracebacks import message_line, user_traceback
 
 
 def caught(code):
@@ -32,3 +33,13 @@ def test_it_is_the_type_and_the_first_line_of_the_message(code, line, has_note):
     if has_note and sys.version_info >= (3, 11):
         error.add_note("while reading shard 7")
     assert message_line(error) == line
+
+
+def test_a_function_that_the_compiler_leaves_out_has_no_frame_of_the_compiler():
+    def fail():
+        raise ValueError("too many")
+
+    with pytest.raises(ValueError, match="too many") as raised:
+        torch.compiler.disable(fail)()
+    assert any("/torch/_dynamo/" in str(entry.path) for entry in raised.traceback)
+    assert "/torch/" not in user_traceback(raised.value)
