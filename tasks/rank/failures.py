@@ -112,6 +112,8 @@ def of_exception(
         is_gpu_shared: Whether others hold memory of the GPU; a lack of memory then says nothing about the function.
 
     """
+    if isinstance(error, SystemExit) and error.__context__ is not None:  # `sys.exit(1)` where the function has caught the error
+        error = error.__context__
     kind = _of_error(error, oom_killed=oom_killed)
     if kind == "user" and error.__cause__ is not None:  # of whatever class, it is what the function made of the cause
         because = _of_error(error.__cause__, oom_killed=oom_killed)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -166,6 +167,21 @@ def test_a_lost_rank_uses_no_restart_of_the_users_where_torch_checks_each_collec
     result = train(train_watched, scaling=TWO, run=run, failure=FailureConfig(max_failures=0))
     assert (result.attempts, result.errors) == (2, {})
     assert any("[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in record.message for record in caplog.records)
+
+
+def test_a_lost_rank_uses_no_restart_of_the_users_where_the_function_exits_because_of_the_lost_connection(run):
+    def train_and_exit():
+        context = get_context()
+        dist.barrier()
+        if (context.world_rank, context.attempt) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.barrier()
+        except RuntimeError:
+            sys.exit(1)
+
+    result = train(train_and_exit, scaling=TWO, run=run, failure=FailureConfig(max_failures=0))
+    assert (result.attempts, result.errors) == (2, {})
 
 
 def test_the_states_of_a_failure_have_one_line_and_its_exception_has_all(run):

@@ -49,8 +49,7 @@ def call_in_session(function: TrainFunction, config: dict[str, Any] | None, sess
                     value = _as_metrics(value, spec)
         except SystemExit as exc:
             if exc.code not in (None, 0):
-                session.fail(f"sys.exit({exc.code!r})", spec.flush_s)
-                return failure_of(exc, "user")
+                raise
             value = None
         session.finish()
     except BaseException as exc:  # noqa: BLE001 - returned to the leader, which raises it again

@@ -141,6 +141,16 @@ def test_an_error_that_the_function_raises_from_a_lost_connection_is_a_consequen
     assert of_exception(while_handling) == "user"
 
 
+@pytest.mark.parametrize(
+    ("caught", "kind"),
+    [(RuntimeError(GLOO), "communication"), (MemoryError(), "out_of_memory"), (ZeroDivisionError(), "user"), (None, "user")],
+)
+def test_an_exit_where_the_function_has_caught_an_error_is_of_the_kind_of_that_error(caught, kind):
+    left = SystemExit(1)
+    left.__context__ = caught
+    assert of_exception(left) == kind
+
+
 def test_a_failed_commit_is_the_failure_of_the_ranks_that_could_not_store_their_parts():
     """So the error names their machine, which is avoided if it fails again and again, unless all ranks fail."""
     error = CommitFailedError("rank 1 could not store its part: no answer")
