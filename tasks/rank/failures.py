@@ -115,9 +115,9 @@ def of_exception(
     if isinstance(error, SystemExit) and error.__context__ is not None:  # `sys.exit(1)` where the function has caught the error
         error = error.__context__
     kind = _of_error(error, oom_killed=oom_killed)
-    if kind == "user" and error.__cause__ is not None:  # of whatever class, it is what the function made of the cause
-        because = _of_error(error.__cause__, oom_killed=oom_killed)
-        kind = because if because in CONSEQUENCES else kind
+    if kind == "user":  # of whatever class, it may be what the function made of another error
+        because = (_of_error(it, oom_killed=oom_killed) for it in _causes(error))
+        kind = next((it for it in because if it in CONSEQUENCES), kind)
     if kind == "infrastructure" and isinstance(error, CommitFailedError) and error.ranks and rank not in (None, *error.ranks):
         return "peer"
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
@@ -215,6 +215,14 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
     if oom_killed and _is_of_killed_worker(error):
         return "out_of_memory"
     return "user"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Return the error that `error` was raised from, the one that this was raised from, and so on."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and all(cause is not it for it in causes):
+        causes.append(cause)
+    return causes[1:]
 
 
 def _of_cuda(error: BaseException) -> RankFailureKind | None:

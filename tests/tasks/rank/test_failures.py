@@ -133,9 +133,11 @@ def test_an_error_that_the_function_raises_from_a_lost_connection_is_a_consequen
         (MemoryError(), "user"),
         (KeyError("lr"), "user"),
     ):
-        error = QuotingError("the step failed")
-        error.__cause__ = cause
-        assert of_exception(error) == kind
+        error, outer = QuotingError("the step failed"), QuotingError("the epoch failed")
+        error.__cause__, outer.__cause__ = cause, error
+        assert of_exception(error) == of_exception(outer) == kind
+    error.__cause__ = outer  # as pickles of exceptions may have it
+    assert of_exception(error) == "user"
     while_handling = QuotingError("a bug in what cleans up")
     while_handling.__context__ = RuntimeError(GLOO)
     assert of_exception(while_handling) == "user"
