@@ -35,7 +35,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from .arguments import committed_checkpoint, gpus_for, machines_for
-from .interruptions import cancellable
+from .interruptions import suspendable
 from .monitoring.messages import evaluation_flow_run_name
 from .monitoring.text import show_first_number
 
@@ -180,7 +180,7 @@ def evaluate(
     job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
-    with outlast_api_outages(), cancellable(termination):
+    with outlast_api_outages(), suspendable(termination):
         evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
         evaluated = _evaluate_all(evaluate_one, chosen)
     return completed(_summarize(evaluated), evaluated)

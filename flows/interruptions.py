@@ -95,14 +95,39 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
 
 @contextmanager
-def cancellable(termination: Termination) -> Iterator[None]:
+def cancellable(termination: Termination, find_other: Callable[[], BaseException | None] = lambda: None) -> Iterator[None]:
     """Terminate the body half a minute after its flow run, or one above it, was cancelled; costs a request every five seconds.
 
     A worker or a runner ends the process before that. But a worker may be gone, and a flow that is called directly has none.
+
+    Args:
+        termination: Where the request is recorded.
+        find_other: Returns another exception that terminates the body; None as long as there is none.
+
     """
     cancellation = _Cancellation(current_flow_run())
-    with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(cancellation.find, termination):
+
+    def find() -> BaseException | None:
+        return find_other() or cancellation.find()
+
+    with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(find, termination):
         yield
+
+
+@contextmanager
+def suspendable(termination: Termination) -> Iterator[None]:
+    """Do what `cancellable` promises, and terminate the body within seconds after its flow run, or one above it, was suspended.
+
+    Raises:
+        Pause: If it was suspended, once the body has ended.
+
+    """
+    with spared_from_suspension() as suspended:
+        try:
+            with cancellable(termination, lambda: None if suspended() is None else Interruption(SUSPENDED)):
+                yield
+        except Interruption:
+            raise Pause(state=suspended()) from None
 
 
 @contextmanager

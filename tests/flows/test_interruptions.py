@@ -48,7 +48,13 @@ from prefect_torch.flows import (
     uniform,
 )
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
-from prefect_torch.flows.interruptions import cancellable, find_interruption, interruptible, spared_from_suspension
+from prefect_torch.flows.interruptions import (
+    cancellable,
+    find_interruption,
+    interruptible,
+    spared_from_suspension,
+    suspendable,
+)
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import outcomes
@@ -202,7 +208,9 @@ def test_no_task_of_a_training_is_hindered_once_its_flow_run_is_suspended():
     assert yielded == ["pruned", "Suspended"]
 
 
-def test_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch):
+@pytest.mark.parametrize("watching", [suspendable, partial(interruptible, yields_to_urgent=False)])
+def test_an_evaluation_or_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch, watching):
+    """An evaluation went on to the end of its checkpoint, whose metrics were lost, or to that of the training."""
     monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
     termination, pruned = Termination(5.0), []
 
@@ -213,7 +221,7 @@ def test_a_training_in_a_flow_that_is_suspended_leaves_in_its_grace(monkeypatch)
     @flow
     def suspended():
         request = FlowRunContext.get().flow_run_suspension_request
-        with interruptible(termination, yields_to_urgent=False):
+        with watching(termination):
             request.mark_requested(Suspended())
             termination.outlast(lead)
 
@@ -263,7 +271,7 @@ def test_a_cancellation_that_nobody_carries_out_ends_the_training_after_half_a_m
     assert next(found_at, None) is None
 
 
-@pytest.mark.parametrize("watching", [cancellable, partial(interruptible, yields_to_urgent=False)])
+@pytest.mark.parametrize("watching", [cancellable, suspendable, partial(interruptible, yields_to_urgent=False)])
 def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monkeypatch, watching):
     """A sweep, and a training below a flow or a task of one's own, went on to its end where the worker was gone."""
     at_exit, termination = [], Termination(30)
@@ -386,7 +394,7 @@ def test_an_evaluation_that_watches_is_cancellable(monkeypatch, tmp_path):
         termination.request(CancelledInPrefect())
         yield
 
-    monkeypatch.setattr(evaluation, "cancellable", cancelled)
+    monkeypatch.setattr(evaluation, "suspendable", cancelled)
     claim_attempt(CheckpointStore.open(tmp_path, "run"), Owner.current(), world_size=1)
     with pytest.raises(CancelledInPrefect):
         evaluate("json:loads", tmp_path, "run", watch=True, poll_s=60)
