@@ -75,7 +75,7 @@ class FlowRunWatch:
         self._looked_s = time.monotonic()
         alive = [it for it in trials if it in found and not has_ended(found[it])]
         # Concurrently, since trials wait for decisions meanwhile.
-        statuses = dict(zip(alive, read_all(alive, lambda it: self._status(trials[it], it)), strict=True))
+        statuses = dict(zip(alive, read_all(alive, lambda it: self._status(trials[it], found[it])), strict=True))
         gone = [it for it, status in statuses.items() if status is not None and status.is_process_gone]
         self._gone_since_s = {it: self._gone_since_s.get(it, self._looked_s) for it in gone}
         lost = {it: "its process is gone" for it, since_s in self._gone_since_s.items() if self._looked_s - since_s >= _GONE_S}
@@ -100,10 +100,16 @@ class FlowRunWatch:
         lasting = read_all(zip(unseen, contexts, strict=True), lasts_long)
         return [it for it, is_long in zip(unseen, lasting, strict=True) if is_long]
 
-    def _status(self, trial: TrialRecord, flow_run_id: UUID) -> AttemptStatus | None:
-        """Return the status of the trial's newest attempt if the flow run leads it, else None."""
+    def _status(self, trial: TrialRecord, flow_run: FlowRun) -> AttemptStatus | None:
+        """Return the status of the trial's newest attempt if the flow run leads it, else None.
+
+        None, too, for a flow run that has left its machine, as one that is suspended or gives way, and has not begun again.
+        """
+        state = flow_run.state
+        if state is not None and (state.is_paused() or state.is_scheduled() or state.is_pending()):
+            return None
         status = read_status(Run.open(self._storage, trial.run))
-        return status if status is not None and status.attempt.owner.flow_run_id == str(flow_run_id) else None
+        return status if status is not None and status.attempt.owner.flow_run_id == str(flow_run.id) else None
 
 
 class _Silence:

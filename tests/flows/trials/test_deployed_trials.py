@@ -29,7 +29,7 @@ from prefect.settings import (
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
     temporary_settings,
 )
-from prefect.states import Cancelling, Crashed, Failed, Pending, Running
+from prefect.states import Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
@@ -377,6 +377,20 @@ def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, 
         _, lost[clock.now_s] = watch.look([(TRIAL, api.flow_run.id)])
     assert lost == {100.0: set(), 103.0: set(), 105.0: set(), 109.0: set(), 110.0: {api.flow_run.id}}
     assert [(flow_run_id, state.is_crashed()) for flow_run_id, state in crashed] == [(api.flow_run.id, True)]
+
+
+@pytest.mark.parametrize("state", [Suspended(), Scheduled(name="Yielded"), Pending()])
+def test_a_flow_run_that_has_left_its_machine_is_not_lost(api, tmp_path, monkeypatch, state):
+    """A trial that somebody paused was set to Crashed, and another flow run continued it immediately."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(trial_flow_runs, "last_sign", lambda *_: None)
+    owner = replace(OWNERS["lost"], flow_run_id=str(api.flow_run.id))
+    claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
+    api.flow_run = api.flow_run.model_copy(update={"state": state})
+    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    for clock.now_s in range(100, 200, 10):
+        assert watch.look([(TRIAL, api.flow_run.id)])[1] == set()
 
 
 def test_many_flow_runs_are_looked_at_concurrently(api, tmp_path, monkeypatch):
