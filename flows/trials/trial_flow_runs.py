@@ -22,6 +22,7 @@ from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
+from prefect_torch.tasks.training.liveness import has_left_machine
 
 _LOOK_FOR_LOST_S = 5.0
 _LOOK_FOR_HEARTBEAT_S = 30.0
@@ -105,8 +106,7 @@ class FlowRunWatch:
 
         None, too, for a flow run that has left its machine, as one that is suspended or gives way, and has not begun again.
         """
-        state = flow_run.state
-        if state is not None and (state.is_paused() or state.is_scheduled() or state.is_pending()):
+        if flow_run.state is not None and has_left_machine(flow_run.state):
             return None
         status = read_status(Run.open(self._storage, trial.run))
         return status if status is not None and status.attempt.owner.flow_run_id == str(flow_run.id) else None

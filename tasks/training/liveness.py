@@ -21,24 +21,28 @@ _LONGEST_REQUEST_S = 5.0
 
 
 def is_being_trained(store: CheckpointStore) -> bool:
-    """Return whether the flow run of the newest attempt is alive: it trains, or it may start another attempt.
+    """Return whether the flow run of the newest attempt is alive: it trains, may start another attempt, or is suspended.
 
     A flow run on another machine that Prefect does not know, or which it hides from this user, is over once the outcome
     of its newest attempt is recorded.
     """
     status = read_status(store)
-    if status is None or status.is_completed or status.is_process_gone:
+    if status is None or status.is_completed:
         return False
     flow_run_id = status.attempt.owner.flow_run_id
     try:
-        ended = None if flow_run_id is None else has_ended(flow_run_id)
+        state = None if flow_run_id is None else _read_state(flow_run_id)
     except NO_ANSWER as exc:
         if is_outage(exc):  # the training goes on meanwhile
             return True
-        ended = None
+        state = None
         if not status.may_be_alive:
             get_run_logger().warning("Prefect does not tell whether flow run %s goes on: %s", flow_run_id, exc)
-    return status.may_be_alive if ended is None else not ended
+    if state is None:
+        return status.may_be_alive
+    if status.is_process_gone and status.state not in ("suspended", "yielded"):  # after these, another process may have begun
+        return has_left_machine(state)
+    return not state.is_final()
 
 
 def may_be_led(status: AttemptStatus) -> bool:
@@ -59,16 +63,25 @@ def may_be_led(status: AttemptStatus) -> bool:
 
 def has_ended(flow_run_id: str) -> bool | None:
     """Return whether a flow run has ended; None if Prefect does not know it: it belongs to another server and may be alive."""
+    state = _read_state(flow_run_id)
+    return None if state is None else state.is_final()
+
+
+def has_left_machine(state: State[Any]) -> bool:
+    """Return whether a flow run in that state has no process, but may begin again, as one that is suspended or gives way."""
+    return state.is_paused() or state.is_scheduled() or state.is_pending()
+
+
+def _read_state(flow_run_id: str) -> State[Any] | None:
     try:
         known_id = UUID(flow_run_id)
     except ValueError:  # not of Prefect
         return None
     with get_client(sync_client=True) as client:
         try:
-            state = client.read_flow_run(known_id).state
+            return client.read_flow_run(known_id).state
         except ObjectNotFound:
             return None
-    return state is not None and state.is_final()
 
 
 def is_unknown(flow_run_id: str) -> bool:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from forked_programs import Popen, started_as_usual
@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Failed, Running, Scheduled, Suspended
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import api_that_answers
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
@@ -319,6 +320,34 @@ def test_a_run_that_failed_is_watched_until_its_flow_run_ends(tmp_path, ending):
 
     assert training() is True
     assert is_being_trained(store) is False
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "goes_on"),
+    [
+        ("suspended", Suspended(), True),
+        ("suspended", Scheduled(name="Resuming"), True),
+        ("suspended", Running(), True),  # resumed, with another process that has not claimed the run yet
+        ("suspended", Failed(), False),
+        (None, Scheduled(name="AwaitingRetry"), True),
+        (None, Running(), False),
+    ],
+)
+def test_a_run_whose_process_is_gone_is_watched_while_its_flow_run_may_begin_again(tmp_path, error, state, goes_on):
+    """An evaluation beside a training ended when somebody paused that, and left out the checkpoints after the resume."""
+    store, begun = CheckpointStore.open(tmp_path, "run"), []
+
+    @flow
+    def training():
+        begun.append(flow_run.id)
+
+    training()
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(begun[0]), state, force=True)
+    attempt = claim_attempt(store, replace(DEAD, flow_run_id=begun[0]), world_size=1)
+    if error is not None:
+        write_outcome(store, Outcome(attempt.number, "preempted", begun[0], error=error))
+    assert is_being_trained(store) is goes_on
 
 
 @pytest.mark.parametrize(("status", "goes_on"), [(401, False), (404, False), (500, True)])
