@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.limits import PruneLimits, prune_limits
 from prefect_torch.ckpt.runs.deletion.pruning import DeletionRefusedError, prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
+from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.options.storage import configured_storage
 
 from .run_logs import get_run_logger, library_logs_in_run
@@ -75,7 +76,7 @@ def prune_checkpoints(
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list
             level = logging.INFO if limits.attempt is None else logging.DEBUG
-            logger.log(level, "pruned %d checkpoints of run %s, kept %d", len(decided.drop), run, len(decided.keep))
+            logger.log(level, "pruned %s of run %s, kept %d", show_count(len(decided.drop), "checkpoint"), run, len(decided.keep))
         if garbage and not dry_run:
             collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)
     return decided

@@ -143,5 +143,5 @@ class Observers:
         if observer not in self._failing:
             self._failing.add(observer)
             shown = None if isinstance(exc, httpx.HTTPError) else exc  # the frames of a request say nothing
-            text = "%s cannot be shown: %r; the training goes on"
-            get_run_logger().warning(text, type(observer).__name__, exc, exc_info=shown)
+            text = "what is shown of the training is not up to date: %r; the training goes on"
+            get_run_logger().warning(text, exc, exc_info=shown)

@@ -67,7 +67,7 @@ def test_an_observer_that_raises_is_logged_once_and_the_others_go_on(caplog):
 
     training()
     assert seen.seen[-1] == "last"
-    assert caplog.text.count("Broken cannot be shown: ValueError('no such page')") == 1
+    assert caplog.text.count("what is shown of the training is not up to date: ValueError('no such page')") == 1
 
 
 def test_a_page_for_which_prefects_api_is_too_slow_is_one_line_of_the_log(caplog):
@@ -82,7 +82,7 @@ def test_a_page_for_which_prefects_api_is_too_slow_is_one_line_of_the_log(caplog
         observers.close()
 
     training()
-    assert "Late cannot be shown: ReadTimeout('timed out')" in caplog.text
+    assert "is not up to date: ReadTimeout('timed out')" in caplog.text
     assert "Traceback" not in caplog.text
 
 
