@@ -76,7 +76,8 @@ def prune_checkpoints(
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list
             level = logging.INFO if limits.attempt is None else logging.DEBUG
-            logger.log(level, "pruned %s of run %s, kept %d", show_count(len(decided.drop), "checkpoint"), run, len(decided.keep))
+            pruned = show_count(len(decided.drop), "checkpoint")
+            logger.log(level, "pruned %s of run %s, kept %d", pruned, run, len(decided.keep))
         if garbage and not dry_run:
             collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)
     return decided

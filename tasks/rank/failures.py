@@ -116,8 +116,7 @@ def of_exception(
         error = error.__context__
     kind = _of_error(error, oom_killed=oom_killed)
     if kind == "user":  # of whatever class, it may be what the function made of another error
-        because = (_of_error(it, oom_killed=oom_killed) for it in _causes(error))
-        kind = next((it for it in because if it in CONSEQUENCES), kind)
+        kind = _of_cause(error, oom_killed=oom_killed) or kind
     if kind == "infrastructure" and isinstance(error, CommitFailedError) and error.ranks and rank not in (None, *error.ranks):
         return "peer"
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
@@ -217,12 +216,15 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
     return "user"
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return the error that `error` was raised from, the one that this was raised from, and so on."""
-    causes = [error]
-    while (cause := causes[-1].__cause__) is not None and all(cause is not it for it in causes):
-        causes.append(cause)
-    return causes[1:]
+def _of_cause(error: BaseException, *, oom_killed: bool) -> RankFailureKind | None:
+    """Return the kind of what `error` was raised from, directly or not, if that is a consequence of another rank's failure."""
+    raised = [error]
+    while (cause := raised[-1].__cause__) is not None and all(cause is not it for it in raised):
+        kind = _of_error(cause, oom_killed=oom_killed)
+        if kind in CONSEQUENCES:
+            return kind
+        raised.append(cause)
+    return None
 
 
 def _of_cuda(error: BaseException) -> RankFailureKind | None:
