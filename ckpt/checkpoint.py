@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from prefect_torch.ckpt.context import rank_and_world_size
+from prefect_torch.ckpt.context import rank_and_world_size, uncompiled
 from prefect_torch.ckpt.errors import CheckpointError, CheckpointNotFoundError
 from prefect_torch.ckpt.files.download import download, readable_files
 from prefect_torch.ckpt.files.folder import existing_directory, read_metadata, remove_metadata, write_metadata
@@ -20,7 +20,6 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
-from prefect_torch.ckpt.state.compiler import uncompiled
 from prefect_torch.ckpt.storage.records import check_depth
 from prefect_torch.ckpt.storage.specs.location import absolute
 from prefect_torch.ckpt.text import show_bytes, show_count

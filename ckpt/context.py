@@ -1,9 +1,14 @@
-"""The rank of a training function, its world and its run."""
+"""The rank of a training function, its world and its run, and where that function runs: in a fork, or compiled."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _GETTERS_OF_RAY = {  # getters that only Ray's context has, and what to write instead
     "get_metadata": "give it in the config of the training",
@@ -18,6 +23,22 @@ def never() -> bool:
 
 
 _never = never  # as pickles of version 0.1 name it
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Let `torch.compile` of a caller leave out `function`, with all that it calls; imports nothing of torch.
+
+    Compiled, the first report takes half a minute, and the steps after it have no gradients. Whether a caller is compiled is
+    unknown here: the compiler may have left out the frame of the call, and then compiles the functions below it.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)  # imported where anything is compiled
+        chosen: Callable[P, R] = function if disable is None else disable(function)
+        return chosen(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +90,7 @@ class TrainContext:
         """Return `run_name`."""
         return self.run_name
 
+    @uncompiled
     def should_checkpoint(self) -> bool:
         """Return whether to report a checkpoint now; the n-th call returns the same on every rank.
 

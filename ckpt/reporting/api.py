@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
-from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context
-from prefect_torch.ckpt.state.compiler import uncompiled
+from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context, uncompiled
 from prefect_torch.ckpt.state.staging import spare_memory
 
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ def test_each_rank_that_failed_by_itself_is_told(run):
     assert all(f"the data of rank {rank}" in error and "in fail_together" in error for rank, error in errors.items())
 
 
-def test_a_lost_rank_uses_no_restart_of_the_users_where_torch_checks_each_collective(run, monkeypatch, caplog):
+def test_a_lost_rank_uses_no_restart_of_the_users_where_torch_checks_each_collective(run, monkeypatch):
     """Then the survivors' errors have a form of their own."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 
@@ -166,7 +166,6 @@ def test_a_lost_rank_uses_no_restart_of_the_users_where_torch_checks_each_collec
 
     result = train(train_watched, scaling=TWO, run=run, failure=FailureConfig(max_failures=0))
     assert (result.attempts, result.errors) == (2, {})
-    assert any("[Rank 0]: Ranks 1 failed to pass monitoredBarrier" in record.message for record in caplog.records)
 
 
 def test_a_lost_rank_uses_no_restart_of_the_users_where_the_function_exits_because_of_the_lost_connection(run):
