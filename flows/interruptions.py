@@ -61,8 +61,8 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
     """Let the flow run of the body be suspended, and give way to a more urgent one; costs a request every five seconds.
 
     A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. A flow run
-    below another leaves when that one is suspended. Every flow run ends when it, or one above it, is cancelled: see
-    `cancellable`.
+    below another leaves when that one is suspended: see `suspendable`. Every flow run ends when it, or one above it, is
+    cancelled: see `cancellable`.
 
     Args:
         termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
@@ -73,22 +73,20 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
     """
     this = current_flow_run()
-    can_begin_again = this.deployment_id is not None and this.parent_task_run_id is None
-    cancellation = _Cancellation(this)
-    with spared_from_suspension() as suspended:
+    if this.deployment_id is None or this.parent_task_run_id is not None:
+        with suspendable(termination):
+            yield
+        return
 
-        def find() -> BaseException | None:
-            if not can_begin_again:
-                return cancellation.find() if suspended() is None else Interruption(SUSPENDED)
-            with get_client(sync_client=True) as client:
-                return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
+    def find() -> BaseException | None:
+        with get_client(sync_client=True) as client:
+            return find_interruption(client, this, yields_to_urgent=yields_to_urgent)
 
+    with spared_from_suspension():
         try:
-            with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(find, termination):
+            with _terminated_by_hangup(), _watched(find, termination):
                 yield
         except Interruption as exc:
-            if not can_begin_again:
-                raise Pause(state=suspended()) from None
             with get_client(sync_client=True) as client:
                 state = _leave(client, this, exc)
             raise Pause(state=state) from None

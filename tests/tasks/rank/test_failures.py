@@ -31,7 +31,6 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:55185."
-
 DEBUGGED = "ProcessGroupWrapper: Monitored Barrier encountered error running collective: CollectiveFingerPrint("
 
 
