@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from typing import Literal
 
 import pytest
 from agents import agents
+from left_behind import begun_threads
 from prefect.context import use_profile
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, Profile
 from prefect_servers import wait_until
@@ -106,14 +106,14 @@ def test_a_cluster_whose_client_is_missing_is_refused_and_not_asked_again(monkey
 def test_a_port_that_is_taken_leaves_no_thread():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster = Hosts(["a"], leader_address="127.0.0.1", leader_port=taken.getsockname()[1])
-        before = threading.active_count()
-        for _ in range(3):
-            with (
-                pytest.raises(NotEnoughMachinesError, match="it is in use"),
-                gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
-            ):
-                pass
-        assert threading.active_count() <= before
+        with begun_threads() as begun:
+            for _ in range(3):
+                with (
+                    pytest.raises(NotEnoughMachinesError, match="it is in use"),
+                    gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
+                ):
+                    pass
+        assert not [it for it in begun if it.is_alive()]
 
 
 class Refusing(Cluster):
@@ -127,14 +127,15 @@ class Refusing(Cluster):
 
 def test_a_cluster_that_refuses_leaves_the_leaders_port_free():
     cluster = Refusing(leader_address="127.0.0.1", leader_port=free_port())
-    before = threading.active_count()
-    for _ in range(3):
-        with (
-            pytest.raises(NotEnoughMachinesError, match="no room"),
-            gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
-        ):
-            pass
-    wait_until(lambda: threading.active_count() <= before, "the threads that accept end")
+    with begun_threads() as begun:
+        for _ in range(3):
+            with (
+                pytest.raises(NotEnoughMachinesError, match="no room"),
+                gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
+            ):
+                pass
+    assert begun
+    wait_until(lambda: not any(it.is_alive() for it in begun), "the threads that accept end")
 
 
 class Roomy(Cluster):
