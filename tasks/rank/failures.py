@@ -217,14 +217,19 @@ def _of_error(error: BaseException, *, oom_killed: bool) -> RankFailureKind:
 
 
 def _of_cause(error: BaseException, *, oom_killed: bool) -> RankFailureKind | None:
-    """Return the kind of what `error` was raised from, directly or not, if that is a consequence of another rank's failure."""
+    """Return the kind of what `error` was raised from, or because of, if that is a consequence of another rank's failure."""
     raised = [error]
-    while (cause := raised[-1].__cause__) is not None and all(cause is not it for it in raised):
+    while (cause := _raised_after(raised[-1])) is not None and all(cause is not it for it in raised):
         kind = _of_error(cause, oom_killed=oom_killed)
         if kind in CONSEQUENCES:
             return kind
         raised.append(cause)
     return None
+
+
+def _raised_after(error: BaseException) -> BaseException | None:
+    """Return what a traceback of `error` shows above it."""
+    return error.__cause__ if error.__suppress_context__ else error.__context__
 
 
 def _of_cuda(error: BaseException) -> RankFailureKind | None:

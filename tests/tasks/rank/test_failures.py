@@ -137,9 +137,15 @@ def test_an_error_that_the_function_raises_from_a_lost_connection_is_a_consequen
         assert of_exception(error) == of_exception(outer) == kind
     error.__cause__ = outer  # as pickles of exceptions may have it
     assert of_exception(error) == "user"
-    while_handling = QuotingError("a bug in what cleans up")
-    while_handling.__context__ = RuntimeError(GLOO)
-    assert of_exception(while_handling) == "user"
+
+
+def test_an_error_that_is_raised_while_a_lost_connection_is_handled_is_a_consequence_too():
+    """As one in `except` or `finally` without `from`: it had not been raised without the other rank's failure."""
+    error, outer = QuotingError("the step failed"), KeyError("where it is cleaned up")
+    error.__context__, outer.__context__ = RuntimeError(GLOO), error
+    assert of_exception(error) == of_exception(outer) == "communication"
+    outer.__suppress_context__ = True  # `from None`: the function says that it is another matter
+    assert of_exception(outer) == "user"
 
 
 @pytest.mark.parametrize(
