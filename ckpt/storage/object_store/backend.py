@@ -29,6 +29,7 @@ _PART_BYTES = 8 * 2**20
 _MAX_PARTS = 10_000  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _CONCURRENT_PARTS = 4
 _DELETE_AT_ONCE = 1000
+_NO_NAMES = "invalid DeleteObjects response: missing field `Key`"  # object_store's text; JuiceFS' gateway names no object
 
 
 class ObstoreStorage:
@@ -202,7 +203,7 @@ class ObstoreStorage:
         """Remove objects, a thousand per request; one per request if the server refuses bulk deletes.
 
         Some S3 servers do not support bulk deletes (Alibaba's OSS), and Ceph 16 requires a right to the bucket for them, which
-        a policy for its objects does not grant.
+        a policy for its objects does not grant. JuiceFS' gateway deletes, and names no object in its response.
         """
         paths = [check_key(key) for key in keys]
         for start in range(0, len(paths), _DELETE_AT_ONCE):
@@ -210,8 +211,8 @@ class ObstoreStorage:
             try:
                 self._delete(self._deleting, batch)
                 continue
-            except OSError as exc:
-                if not isinstance(self._store, S3Store) or not refuses_request(exc):
+            except (OSError, StorageError) as exc:
+                if not isinstance(self._store, S3Store) or not (refuses_request(exc) or _NO_NAMES in str(exc)):
                     raise
             singly, _ = open_object_stores(self._url, {**self._options, "aws_disable_bulk_delete": "true"}, self._deadline_s)
             self._delete(singly, batch)

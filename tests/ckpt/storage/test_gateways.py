@@ -423,6 +423,15 @@ def test_a_right_to_delete_that_is_missing_for_one_object_is_told_at_once(storag
         storage.delete(["run/x"])
 
 
+def test_objects_go_one_by_one_where_the_response_to_a_request_to_delete_many_names_none(storage, proxy):
+    """As JuiceFS' gateway answers, which has deleted them."""
+    named_none = b"<DeleteResult xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Deleted></Deleted></DeleteResult>"
+    storage.put_bytes("run/x", b"1")
+    proxy.change = lambda method, _, response: Response(200, named_none) if method == "POST" else response
+    storage.delete(["run/x"])
+    assert list(storage.list("run")) == []
+
+
 @pytest.mark.parametrize(
     "refusal", [REFUSED, Response(501, b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>")]
 )

@@ -1,7 +1,7 @@
 """A storage that trainings cannot use is told in words: what fails, why, and what to do."""
 
 import pickle
-from itertools import islice
+from itertools import chain, islice
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +16,7 @@ from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.probe import StorageUnfitError, probe_storage
-from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
+from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, ObjectInfo, RetryPolicy
 from servers import S3Server, free_port
 
 PATIENCE_S = 30.0  # SeaweedFS makes a volume for the first object of a bucket
@@ -185,6 +185,28 @@ class Forgetful(LocalStorage):
             raise PermissionError("who are you")
         if self._wrong != "forget":
             super().delete(keys)
+
+
+class WithFolders(LocalStorage):
+    """Lists the folders of deleted objects, as JuiceFS' gateway does."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self._deleted = []
+
+    def list(self, prefix, *, after=None, splits=None):
+        folders = {key.rpartition("/")[0] for key in self._deleted if key.count("/") > 1}
+        return chain(super().list(prefix, after=after), (ObjectInfo(folder, 0, 0.0) for folder in sorted(folders)))
+
+    def delete(self, keys):
+        self._deleted = list(keys)
+        super().delete(self._deleted)
+
+
+def test_folders_that_have_become_empty_and_are_listed_are_no_deleted_objects(tmp_path):
+    storage = WithFolders(tmp_path)
+    assert probe_storage(storage).order == "keys"
+    assert [info.key.rpartition("/")[2] for info in storage.list("")] == ["a", "a-c"]
 
 
 @pytest.mark.parametrize(
