@@ -54,15 +54,23 @@ def started(specs):
 
 
 def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(supervisor, monkeypatch, caplog):
-    monkeypatch.setattr(gang, "_LONGEST_STOP_S", 0.1)
+    now_s = [0.0]
+
+    def sleep(seconds):
+        now_s[0] += seconds
+
+    monkeypatch.setattr(gang, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    for name, seconds in (("POLL_S", 1.0), ("_STOP_WARNING_S", 30.0), ("_LONGEST_STOP_S", 90.0)):
+        monkeypatch.setattr(gang, name, seconds)
     ranks = started([None, None])
     supervisor.done[0](None)
     for _ in range(2):  # the second time, it does not wait as long again
-        with pytest.raises(RankFailedError, match=r"rank 1 could not be stopped within 0\.1 s") as caught:
+        with pytest.raises(RankFailedError, match=r"rank 1 could not be stopped within 90 s") as caught:
             ranks.stop("over")
         assert caught.value.kind == "final"
+        assert now_s == [90.0]
     assert supervisor.stop.reason == "over"
-    assert 2 <= caplog.text.count("rank 1 was killed and has not exited yet") <= 10
+    assert caplog.text.count("rank 1 was killed and has not exited yet") == 2
 
 
 def test_a_rank_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(supervisor):
