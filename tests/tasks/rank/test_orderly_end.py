@@ -14,14 +14,14 @@ def wait_and_print(seconds, text):
     print(text, flush=True)
 
 {function}
-orderly_end.LONGEST_S, orderly_end._OF_NATIVE_CODE_S = {limit_s}, 0.3
+orderly_end.LONGEST_S, orderly_end._OF_NATIVE_CODE_S = {limit_s}, {native_s}
 orderly_end.end_in_order(lambda: {leave}, lambda: print("cleaned up", flush=True))
 os._exit(5)
 """
 
 
-def end(function, limit_s, leave="None"):
-    program = PROGRAM.format(function=function, limit_s=limit_s, leave=leave)
+def end(function, limit_s, leave="None", native_s=60):
+    program = PROGRAM.format(function=function, limit_s=limit_s, leave=leave, native_s=native_s)
     began_s = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert time.monotonic() - began_s < 60
@@ -62,14 +62,14 @@ def test_the_process_group_is_left_last_and_named_if_it_does_not_end():
     """As with NCCL, which waits for CUDA graphs that hold collectives: what has been registered is done by then."""
     hook = "atexit.register(print, 'hook', flush=True)"
     assert end(hook, 60, "print('left', flush=True)") == (5, "hook\nleft\n", "")
-    returncode, out, err = end(hook, 0.2, "time.sleep(600)")
+    returncode, out, err = end(hook, 1, "time.sleep(600)")
     assert (returncode, out) == (0, "hook\ncleaned up\n")
     assert "its process group (a CUDA graph that holds collectives keeps it) has not ended" in err
-    returncode, out, _ = end(hook, 0.2, "ctypes.PyDLL(None).sleep(600)")
+    returncode, out, _ = end(hook, 1, "ctypes.PyDLL(None).sleep(600)", 0.3)
     assert (returncode, out) == (1, "hook\n")
 
 
 def test_native_code_that_lets_no_thread_run_ends_with_its_stack_traces():
-    returncode, _, err = end("atexit.register(ctypes.PyDLL(None).sleep, 600)", 0.2)
+    returncode, _, err = end("atexit.register(ctypes.PyDLL(None).sleep, 600)", 1, native_s=0.3)
     assert returncode == 1
     assert "most recent call first" in err
