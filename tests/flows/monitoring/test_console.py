@@ -126,13 +126,13 @@ def test_progress_is_a_bar_with_the_newest_metrics(terminal):
     bar, metrics = shown_at_last(
         terminal, [told(1, 0.0, loss=1.0), told(12, 0.25, loss=0.5, val={"accuracy": 0.75}, epoch=3, done=True)]
     )[-2:]
-    assert re.fullmatch(r"digits ━+╸? *━+ +25%  step 12  2 reports  0\.\d s  \d.* left", bar), bar
+    assert re.fullmatch(r"digits ━+╸? *━+ +25%  step 12  2 reports  \d+(\.\d)? s  \d.* left", bar), bar
     assert metrics == "loss 0.5  val/accuracy 0.75  epoch 3  done True"
 
 
 def test_reports_are_counted_where_a_training_tells_no_progress(terminal):
     bar, metrics = shown_at_last(terminal, [told(7, loss=1.0)])[-2:]
-    assert re.fullmatch(r"digits  step 7  1 report  0\.\d s", bar), bar
+    assert re.fullmatch(r"digits  step 7  1 report  \d+(\.\d)? s", bar), bar
     assert metrics == "loss 1"
 
 
