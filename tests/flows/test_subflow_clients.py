@@ -94,7 +94,8 @@ def test_what_was_refused_is_repeated_soon_and_three_times(clients, asks):
     with refusing(3) as came, clients().used():
         assert asks() == 200
     assert len(came) == 4
-    assert all(0.1 <= after - before < 0.9 for before, after in pairwise(came)), "Prefect waits for 2 s"
+    assert all(after - before >= 0.1 for before, after in pairwise(came))
+    assert came[-1] - came[0] < 7, "Prefect waits for 2, 4 and 8 s"
 
 
 def test_a_server_that_says_when_is_heard_and_one_that_goes_on_refusing_is_not_flooded(clients):
@@ -105,8 +106,8 @@ def test_a_server_that_says_when_is_heard_and_one_that_goes_on_refusing_is_not_f
         with pytest.raises(PrefectHTTPStatusError, match="503"):
             ask()
         waits = [after - before for before, after in pairwise(came)]
-    assert [wait > 0.9 for wait in waits] == [False, False, False, True]
-    assert 2 <= waits[-1] < 6, "Prefect's first wait, not its fourth"
+    assert sum(waits[:3]) < 7
+    assert 2 <= waits[-1] < 12, "Prefect's first wait, not its fourth"
 
 
 def test_all_threads_take_the_same_ones_and_others_do_not(clients):
