@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 from uuid import UUID
 
@@ -91,25 +90,29 @@ def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continu
 
 def test_a_cancellation_after_the_last_report_reaches_the_await(monkeypatch):
     """When the ranks have ended, nothing heeds it: the flow waits for Prefect's API, reads the result and returns it."""
+    may_end = threading.Event()
 
     def ends_soon(*_):
-        time.sleep(0.5)
+        assert may_end.wait(30)
         return "a result"
 
     monkeypatch.setattr("prefect_torch.flows.async_training.train", ends_soon)
 
     async def is_late():
-        async with asyncio.timeout(0.1):
+        async with asyncio.timeout(0.1) as limit:
+            asyncio.get_running_loop().call_at(limit.when() + 0.01, may_end.set)
             return await atrain("trainings:train_epochs")
 
     if sys.version_info >= (3, 11):
         with pytest.raises(TimeoutError):
             asyncio.run(is_late())
+        may_end.clear()
 
     async def cancelled():
         training = asyncio.ensure_future(atrain("trainings:train_epochs"))
         await asyncio.sleep(0.1)
         training.cancel()
+        may_end.set()
         await training
 
     with pytest.raises(asyncio.CancelledError):
