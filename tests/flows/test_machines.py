@@ -144,7 +144,7 @@ def test_a_cable_that_is_cut_costs_the_training_nothing_but_time(hosts, cut_off,
         result = train("machine_trainings:train_exactly", config, scaling, run)
         disturbed.result()
     watcher = ThreadPoolExecutor(1)
-    longest_s = cut_s[0] + 35 - time.time()
+    longest_s = cut_s[0] + 60 - time.time()
     cut_off[cut[0]] = watcher.submit(wait_for, lambda: not hosts.processes(cut[0]), longest_s, every_s=0.2)
     watcher.shutdown(wait=False)
     assert (told / "fence").read_text() == "FencedError"
@@ -152,7 +152,7 @@ def test_a_cable_that_is_cut_costs_the_training_nothing_but_time(hosts, cut_off,
     store = CheckpointStore.open(run.storage, "run")
     assert [(it.attempt, it.step) for it in store.list()] == [(1, 0), (1, 1), *((2, step) for step in range(2, 6))]
     noticed_s = next(it.created for it in caplog.records if f"machine {cut[0]} is lost" in it.getMessage())
-    assert noticed_s - cut_s[0] < 15
+    assert noticed_s - cut_s[0] < 25
     outcomes = read_outcomes(store)
     assert [(it.ending, it.kind) for it in outcomes] == [("failed", "infrastructure"), ("completed", None)]
     assert f"machine {cut[0]} is lost: it has sent nothing for 10 s" in outcomes[0].error
@@ -194,13 +194,13 @@ def test_a_leader_that_is_stopped_for_15_s_loses_no_machine_and_no_line_and_leav
         wait_for(lambda: all(numbers(rank) == {"go", "never"} for rank in range(2)))
         assert all(hosts.find(host, name) for host in "de" for name in ("rank.main", "guard.py", "fork_server"))
         flow.kill()
-    wait_for(lambda: not any(map(hosts.processes, "de")), 10)
+    wait_for(lambda: not any(map(hosts.processes, "de")), 20)  # agents give the leader up after 30 s of silence
     assert [(it.attempt, it.step) for it in CheckpointStore.open(run.storage, "run").list()] == [(1, step) for step in range(4)]
     assert weights_at(3, run.storage) == weights_at(3, Path(undisturbed.path).parent)
 
 
 def test_what_is_left_on_a_host_that_stays_cut_off_ends_by_itself(hosts, cut_off):
-    """Within 35 s, of which others make use; the leader has long stopped to wait for it."""
+    """After 30 s, of which others make use; the leader has long stopped to wait for it."""
     if not cut_off:
         pytest.skip("no host was cut off")
     for host, is_empty in list(cut_off.items()):
@@ -221,7 +221,7 @@ def test_machines_that_are_taken_away_leave_a_smaller_training(hosts, run, told,
         wait_for((told / "2-3").exists)
         (agent,) = hosts.find("b", "machine.agent")
         agent.kill()
-        wait_for(lambda: not hosts.processes("b"), 2)
+        wait_for(lambda: not hosts.processes("b"), 8)  # before the leader would give it up by its silence
 
     config = {"epochs": 6, "told": str(told), "waits": {"1-2": "never", "2-3": "never"}}
     nobody = cluster(hosts, "a", "b", "c", "nowhere", ranks_per_host=1)
