@@ -67,7 +67,7 @@ class Started:
         self.process.communicate()
 
     def assert_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while living := self.living():
             assert time.monotonic() < deadline, [process.cmdline() for process in living]
             time.sleep(0.1)
@@ -163,7 +163,7 @@ def test_sigterm_lets_ranks_commit_a_last_checkpoint_though_all_processes_get_it
     flow = psutil.Process(leader.process.pid)
     for process in (flow, *flow.children(recursive=True)):
         process.send_signal(signal.SIGTERM)
-    output = leader.finish(40)
+    output = leader.finish()
     assert leader.process.returncode != 0
     leader.assert_nothing_is_left()
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
@@ -200,7 +200,7 @@ def test_a_terminal_that_is_closed_lets_ranks_commit_unless_that_is_ignored(stor
             with pytest.raises(subprocess.TimeoutExpired):
                 leader.wait(1)
             leader.terminate()
-        assert leader.wait(40) == -signal.SIGTERM
+        assert leader.wait(120) == -signal.SIGTERM
     finally:
         leader.kill()
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41]
@@ -217,7 +217,7 @@ def test_the_first_checkpoint_that_is_committed_after_the_notice_is_the_last(sto
     leader.process.send_signal(notice)
     assert any("the ranks end with their next checkpoint" in line for line in leader.process.stdout)
     goes_on.touch()
-    output = leader.finish(40)
+    output = leader.finish()
     leader.assert_nothing_is_left()
     assert [manifest.step for manifest in committed(storage)] == [0, 1], output[-3000:]
     assert f"work is safe up to step 1 ({committed(storage)[-1].id})" in output
@@ -261,7 +261,7 @@ def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it
     leader = start(storage, "checkpoint_when_told", {"started": str(started)}, environment=embedded)
     leader.wait_for(started.exists, 120)
     os.killpg(leader.process.pid, signal.SIGINT)
-    output = leader.finish(40)
+    output = leader.finish()
     leader.assert_nothing_is_left()
     assert [manifest.metrics["epoch"] for manifest in committed(storage)] == [41], output[-3000:]
     assert "terminated (Ctrl-C); work is safe up to step" in output, output[-3000:]
