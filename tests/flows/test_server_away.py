@@ -33,7 +33,7 @@ from prefect_torch.tasks.prefect_api.outage import is_outage, outlast_api_outage
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AWAY_S = float(os.environ.get("PREFECT_TORCH_TEST_AWAY_S", "15"))
-SLOW_S = 2.0
+SLOW_S = 5.0
 FLOW_RUN = "0f2b7a9e-6d59-4a0b-9a53-0c7b3a1d9f11"
 FINAL = {"Completed", "Failed", "Cancelled", "Crashed"}
 TICK = re.compile(r"(Task run 'rank-\d' - )?(attempt \d rank \d tick \d+)")
@@ -274,6 +274,7 @@ def test_an_embedded_server_is_kept_running_until_nothing_but_the_final_state_is
 def test_only_an_inner_flow_run_that_has_just_begun_does_not_ask_whether_the_api_answers(monkeypatch):
     asked = []
     monkeypatch.setattr(api_outage, "_outage", lambda: asked.append(flow_run.id))
+    monkeypatch.setattr(api_outage, "_JUST_NOW_S", 60.0)
 
     @flow
     def inner(lasts_s):
