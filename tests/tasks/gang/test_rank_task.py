@@ -3,10 +3,10 @@
 import logging
 import pickle
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
+from left_behind import begun_threads
 from prefect_servers import wait_until
 from prefect_torch.tasks.gang import rank_task
 from prefect_torch.tasks.gang.rank_logs import RankLog
@@ -21,12 +21,11 @@ def test_a_log_that_nobody_reads_stops_no_heartbeat(monkeypatch):
     sent = []
     store = SimpleNamespace(add=lambda key, by: sent.append(key))
     heartbeat = rank_task.Heartbeat(lambda: store, 3)
-    with heartbeat.kept_up():
-        wait_until(lambda: len(sent) > 5, "heartbeats", 10, every_s=0.01)
-    time.sleep(0.1)
-    known = len(sent)
-    time.sleep(0.1)
-    assert len(sent) == known
+    with begun_threads() as begun, heartbeat.kept_up():
+        wait_until(lambda: len(sent) > 5, "heartbeats", every_s=0.01)
+    (sender,) = begun
+    sender.join(30)
+    assert not sender.is_alive()
 
 
 class Rank:
