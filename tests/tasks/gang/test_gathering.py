@@ -375,4 +375,4 @@ def test_a_rank_that_writes_more_than_the_leader_takes_waits(tmp_path):
         wait_until(lambda: untaken._messages.qsize() >= agent._MOST_UNREAD, "the first lines have come")
         untaken.finish()
         assert untaken._exit["type"] == "exit"
-    wait_until(lambda: not agents(), "the agent ends with the leader", 5)
+    wait_until(lambda: not agents(), "the agent ends with the leader", 20)
