@@ -242,8 +242,8 @@ def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkey
 def test_an_srun_has_the_time_to_give_its_allocation_back_when_it_is_killed(tmp_path):
     """As when the leader is killed; the agents end then, and srun with them."""
     srun = tmp_path / "srun"
-    ends = "while kill -0 $PPID 2>/dev/null; do :; done; n=0; while [ $n -lt 50000 ]; do n=$((n+1)); done"
-    srun.write_text(f"#!/bin/sh\n: > $0-started; {ends}; : > $0-ended\n")
+    ends = "while os.getppid() == parent: time.sleep(0.001)\ntime.sleep(0.2)\nopen(__file__ + '-ended', 'x')\n"
+    srun.write_text(f"#!{sys.executable}\nimport os, time\nparent = os.getppid()\nopen(__file__ + '-started', 'x')\n{ends}")
     srun.chmod(0o755)
     launcher = AgentLauncher(f"{srun}; true", "key", lambda _: None)
     wait_until((tmp_path / "srun-started").exists, "srun is started")
