@@ -3,6 +3,7 @@
 import logging
 import re
 import subprocess
+import time
 from contextlib import closing
 
 import pytest
@@ -56,7 +57,7 @@ def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_
 
 def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(monkeypatch, caplog):
     """A request may wait in the queue for a day."""
-    monkeypatch.setattr(avoided, "_AVOID_S", 2.0)
+    monkeypatch.setattr(avoided, "_AVOID_S", 4.0)
     monkeypatch.setattr(gathering_module, "_START_S", 0.5)
     answer("scontrol", "update", "nodename=n1", "state=drain", "reason=test")
     try:
@@ -64,6 +65,8 @@ def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(mon
             with machines.lend(lambda: None) as lease:
                 assert lease.names == ("n0",)
                 lease.machines[0].release()
+            assert machines._avoided.ever == {"n0"}
+            machines._avoided._since_s["n0"] = time.monotonic()  # not while its allocation ended, which may take as long
             with machines.lend(lambda: None) as lease:
                 assert lease.names == ("n0",)
     finally:
