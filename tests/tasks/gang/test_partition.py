@@ -2,11 +2,13 @@
 
 import socket
 import threading
+import time
 from itertools import combinations
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from left_behind import begun_threads
 from prefect_servers import wait_until
 from prefect_torch.tasks.gang.machine import neighbours
 from prefect_torch.tasks.gang.machine.link import LinkError
@@ -20,7 +22,18 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch):
+    """Have neighbours watched without pauses, and none any longer: the next server at its port may be another test's."""
     monkeypatch.setattr(neighbours, "_CONNECT_S", 0.02)
+    with begun_threads() as begun:
+        yield
+    resting = set()
+
+    def rest(_):
+        resting.add(threading.current_thread())
+        threading.Event().wait()
+
+    monkeypatch.setattr(neighbours, "time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
+    wait_until(lambda: {it for it in begun if it.name.startswith("reach-")} <= resting, "nobody is watched")
 
 
 def test_a_machine_that_was_reached_is_missed_until_it_is_reached_again_and_another_one_never():
