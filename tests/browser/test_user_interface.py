@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 from forked_programs import Popen, run_program
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Locator, Page, expect, sync_playwright
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import PrefectServer, rows, senders_follow, wait_until
@@ -237,6 +237,13 @@ def open_artifact(page: Page, key: str) -> None:
     page.locator("a[href*='/artifacts/artifact/']").first.click()
 
 
+def see_whole(pictures: Locator) -> None:
+    """See that the browser can draw each of the pictures, of which it may have the first one before the others."""
+    for picture in pictures.all():
+        expect(picture).to_have_js_property("complete", True)
+        assert picture.evaluate("it => it.naturalWidth") > 0
+
+
 def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looked_at(stack, page, shoot):
     flow_run_id = run_by_form(stack, page, "train_once_more", "seen", shoot)
     page.goto(f"{stack.server.url}/v2/runs/flow-run/{flow_run_id}")
@@ -270,7 +277,7 @@ def test_a_training_is_started_in_the_form_watched_through_a_lost_rank_and_looke
     open_artifact(page, "seen-[0-9a-f]{6}-summary")
     pictures = page.locator("img[src^='data:image/svg+xml']")
     expect(pictures.first).to_be_visible()
-    assert all(picture.evaluate("it => it.complete && it.naturalWidth > 0") for picture in pictures.all())
+    see_whole(pictures)
     expect(page.get_by_text(re.compile("killed by SIGKILL")).first).to_be_visible()
     page.set_viewport_size({"width": 1280, "height": 1500})
     shoot("summary")
@@ -313,7 +320,7 @@ def test_a_sweep_is_seen_as_a_whole(stack, page, shoot, monkeypatch):
     open_artifact(page, "searched-[0-9a-f]{6}-sweep")
     pictures = page.locator("img[src^='data:image/svg+xml']")
     expect(pictures).to_have_count(4)  # curves, best over time, parallel coordinates, importance
-    assert all(picture.evaluate("it => it.complete && it.naturalWidth > 0") for picture in pictures.all())
+    see_whole(pictures)
     expect(page.get_by_role("cell", name="paused").first).to_be_visible()
     page.set_viewport_size({"width": 1280, "height": 1900})
     shoot("sweep")
