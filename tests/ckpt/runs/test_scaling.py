@@ -281,10 +281,11 @@ def test_the_runs_of_a_storage_are_found_and_summarized_at_the_same_time():
         for step in range(number % 3):
             commit(store, step)
     inner.put_bytes("no-run/data", b"")
-    storage = WaitingStorage(inner)
+    awaited = ("run.json", "", "attempts")
+    storage = WaitingStorage(inner, *awaited)
     assert list(list_runs(storage)) == names
     assert [(it.name, it.checkpoints) for it in summarize_runs(storage)] == [(it, n % 3) for n, it in enumerate(names)]
-    assert min(storage.most[folder] for folder in ("run.json", "", "attempts")) >= 4
+    assert min(storage.most[folder] for folder in awaited) >= 4
 
 
 def test_the_first_error_ends_many_reads():

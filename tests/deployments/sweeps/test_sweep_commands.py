@@ -160,7 +160,7 @@ def test_trials_are_deleted_and_checkpoints_verified_at_the_same_time(ended, com
     opened = []
 
     def open_existing(path):
-        opened.append(WaitingStorage(LocalStorage(Path(path))))
+        opened.append(WaitingStorage(LocalStorage(Path(path)), "checkpoints", ""))
         return opened[-1]
 
     monkeypatch.setattr(selection, "open_existing_storage", open_existing)

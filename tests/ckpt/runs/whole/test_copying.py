@@ -80,11 +80,12 @@ def source(tmp_path):
 
 def test_many_checkpoints_are_copied_at_the_same_time(tmp_path):
     store = store_run(MemoryStorage(), tmp_path, steps=20)
-    source, target = WaitingStorage(store.storage), WaitingStorage(MemoryStorage())
+    awaited = ("checkpoints", "manifests")
+    source, target = WaitingStorage(store.storage, "metadata", *awaited), WaitingStorage(MemoryStorage(), *awaited)
     copy_planned(plan_copy(Run.open(source, "run"), store.list(), whole=True), source, target, lambda _: None)
     assert objects(target.inner) == objects(source.inner)
     for storage in (source, target):
-        assert min(storage.most[folder] for folder in ("checkpoints", "manifests")) >= 4
+        assert min(storage.most[folder] for folder in awaited) >= 4
     assert source.most["metadata"] >= 4  # which none has
 
 
