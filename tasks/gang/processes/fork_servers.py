@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+import prefect_torch
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
+from prefect_torch.tasks.rank.user_code.function_reference import standard_library
 
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.
-# The search path of this process, to which a PEX or `site.addsitedir` has added the package, is appended only where that is
-# missing without it: before its function, a rank imports no file of the user's.
+# The search path of this process, to which a PEX or `site.addsitedir` has added the package, is taken only where another
+# package, or none, is found without it: before its function, a rank imports no file of the user's.
 _RUN = (
     "import sys; sys.path[:] = filter(None, sys.path); from importlib import import_module, util; "
-    "util.find_spec('prefect_torch') or sys.path.extend({}); import_module(sys.argv[1]).{}()"
+    "spec = util.find_spec('prefect_torch'); sys.path[:] = sys.path if spec and spec.origin == {!a} else {!a}; "
+    "import_module(sys.argv[1]).{}()"
 )
 # No library reads these variables when it is imported: those of a rank, of the GPUs that an initialized driver shows, of NCCL's
 # flight recorder, of clouds, of Prefect, and those that pytest changes with each test.
@@ -42,9 +45,10 @@ _MOST_SERVERS = 2  # a training's and that of an evaluation beside it, which may
 
 
 def python_command(module: str, function: str = "main") -> list[str]:
-    """Return the command that runs a function of a module of this package in a new interpreter."""
-    search_path = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 - "" is the working directory
-    return [sys.executable, "-u", "-c", _RUN.format(ascii(search_path), function), module]
+    """Return the command that runs a function of a module of this package, as it is imported here, in a new interpreter."""
+    standard, search_path = standard_library(), [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 - "" is the working directory
+    search_path.sort(key=lambda path: path not in standard)
+    return [sys.executable, "-u", "-c", _RUN.format(prefect_torch.__file__, search_path, function), module]
 
 
 def check_interpreter() -> None:

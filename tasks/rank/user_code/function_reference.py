@@ -238,5 +238,10 @@ def _is_same_directory(one: str, other: str) -> bool:
 
 
 def _end_of_standard_library() -> int:
-    directories = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
+    directories = standard_library()
     return max((number + 1 for number, entry in enumerate(sys.path) if entry in directories), default=len(sys.path))
+
+
+def standard_library() -> set[str]:
+    """Return the directories of the search path that contain the standard library."""
+    return {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}

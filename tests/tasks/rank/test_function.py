@@ -97,13 +97,29 @@ def test_a_rank_looks_for_no_module_in_the_folder_that_it_is_started_in(folder):
     assert output_of_program(python_command("program"), folder / "lib") == ("queue\n", "")
 
 
-def test_a_rank_finds_the_package_where_the_program_has_added_it_to_its_search_path(folder):
+def test_a_rank_finds_the_package_where_the_program_has_added_it_to_its_search_path(folder, monkeypatch):
     """As in a PEX, or after `site.addsitedir`: a new interpreter lacks it, as this one does without `site`."""
     (folder / "program.py").write_text(
         "import prefect_torch, torch\nmain = lambda: print(prefect_torch.__file__, torch.__file__)\n"
     )
+    monkeypatch.syspath_prepend(folder)
     command, here = python_command("program"), [importlib.util.find_spec(name).origin for name in ("prefect_torch", "torch")]
     assert output_of_program([command[0], "-S", *command[1:]], folder) == (" ".join(here) + "\n", "")
+
+
+def test_a_rank_imports_the_package_of_the_program_where_the_interpreter_has_another_one(folder, monkeypatch):
+    """As in a PEX, or after `sys.path.insert`; what the package needs has the program's version, too."""
+    for name in ("prefect_torch", "filelock"):
+        (folder / f"lib/{name}").mkdir(parents=True)
+        (folder / f"lib/{name}/__init__.py").write_text("raise SystemExit('the wrong one')")
+    (folder / "queue.py").write_text("raise SystemExit('the wrong one')")
+    (folder / "program.py").write_text(
+        "import filelock, prefect_torch, queue\nmain = lambda: print(filelock.__file__, prefect_torch.__file__, queue.Queue)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    here = [importlib.util.find_spec(name).origin for name in ("filelock", "prefect_torch")]
+    told = output_of_program(python_command("program"), folder / "lib")
+    assert told == (f"{' '.join(here)} <class 'queue.Queue'>\n", "")
 
 
 def output_of_program(command, search_path) -> tuple[str, str]:
