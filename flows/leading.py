@@ -117,7 +117,7 @@ def lead_training(
             with outlast_api_outages():
                 return released(led(job, notified, termination, restarts, gpus, machines))
         except FencedError:
-            if (state := state_if_continued(job.open_store())) is None:
+            if (state := state_if_continued(job.store)) is None:
                 raise
             get_run_logger().warning("another process of this flow run leads the training now, and sets its state")
             raise Pause(state=state) from None

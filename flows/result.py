@@ -145,34 +145,38 @@ class Result:
             UnsupportedFormatError: If a newer version made its newest attempt.
 
         """
-        store = CheckpointStore.open(storage, run)
-        status = read_status(store)
-        if status is None:
-            check_begun(store)
-            raise CheckpointCorruptError(
-                f"run {run!r} in {store.storage.url} has no claim of an attempt that can be read; "
-                "CheckpointStore.list() returns its checkpoints"
-            )
-        attempt, outcome = status.attempt, status.outcome
-        if attempt.is_sweep:
-            raise ValueError(f"run {run!r} in {store.storage.url} is a sweep: read it by SweepResult.from_storage(...)")
-        listed, manifests = list_manifests(store)
-        history = read_history(store, listed)
-        policy = attempt.policy
-        best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
-        return cls(
-            metrics=newest_metrics(history),
-            checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
-            best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best],
-            history=history,
-            path=store.path,
-            attempts=attempt.number,
-            error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
-            errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
-            completed=status.is_completed,
-            resumed_from=attempt.resumed_from,
-            return_value=None if outcome is None else outcome.return_value,
+        return read_result(CheckpointStore.open(storage, run))
+
+
+def read_result(store: CheckpointStore) -> Result:
+    """Read the result of a run; see `Result.from_storage`."""
+    status = read_status(store)
+    if status is None:
+        check_begun(store)
+        raise CheckpointCorruptError(
+            f"run {store.run!r} in {store.storage.url} has no claim of an attempt that can be read; "
+            "CheckpointStore.list() returns its checkpoints"
         )
+    attempt, outcome = status.attempt, status.outcome
+    if attempt.is_sweep:
+        raise ValueError(f"run {store.run!r} in {store.storage.url} is a sweep: read it by SweepResult.from_storage(...)")
+    listed, manifests = list_manifests(store)
+    history = read_history(store, listed)
+    policy = attempt.policy
+    best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
+    return Result(
+        metrics=newest_metrics(history),
+        checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
+        best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best],
+        history=history,
+        path=store.path,
+        attempts=attempt.number,
+        error=None if outcome is None or outcome.error is None else TrainingFailedError(outcome.error),
+        errors={} if outcome is None else {int(rank): text for rank, text in outcome.errors.items()},
+        completed=status.is_completed,
+        resumed_from=attempt.resumed_from,
+        return_value=None if outcome is None else outcome.return_value,
+    )
 
 
 def summarize(result: Result, policy: RetentionPolicy) -> str:

@@ -271,7 +271,7 @@ def _warn_of_lost_ends(run: Run, trials: History) -> None:
 def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
     metrics = record.metrics
     if record.state == "running":
-        metrics = newest_of_each(read_history(Run.open(run.storage, record.run))) or metrics
+        metrics = newest_of_each(read_history(run.beside(record.run))) or metrics
     common = definition.config if record.common is None else record.common
     config = config_of_trial(common, record.config)
     return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointNotFoundError, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -157,7 +157,7 @@ class _Sweep:
 
     """
 
-    run: Run
+    run: CheckpointStore
     definition: Definition
     search: SearchConfig
     space: Nested
@@ -184,7 +184,7 @@ def _checked(
     parsed, run_config, failure = parse_space(space), run or RunConfig(), failure or FailureConfig()
     check_search(search, parsed)
     training, function = _training(train_fn, config, scaling or ScalingConfig(), run_config, checkpoint, failure, trials_on)
-    led = Run.open(training.storage, run_config.name or name_of_flow_run())
+    led = CheckpointStore.open(training.storage, run_config.name or name_of_flow_run())
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
     return _Sweep(led, define(function, space, training.config, search), search, parsed, training, function, trials_on)
@@ -204,7 +204,7 @@ def _run(sweep: _Sweep) -> SweepResult:
 
 def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, TrialRecord]:
     """Run the trials of a claimed sweep to their end, and return them."""
-    run, search, training, storage = sweep.run, sweep.search, sweep.training, sweep.training.storage
+    run, search, training = sweep.run, sweep.search, sweep.training
     termination = Termination(training.failure.grace_s)
     events = SweepEvents(run, search.metrics[0], search.modes[0], history_of(begun.events))
     with closing(events), termination.limit_retries():
@@ -214,7 +214,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, Tri
             begun.definition.seed,
             RecordedTrials(begun.events, begun.journal.append, events.observe),
             run.name,
-            partial(pin_source, storage),
+            partial(pin_source, run),
             keeps_left_runs=training.checkpoint.num_to_keep is None,
         )
         before = dict(searched.trials)
@@ -230,7 +230,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, Tri
             check_lead()
             left.cancel_again()
 
-        trials: TrialRuns = LocalTrials(training, searched)
+        trials: TrialRuns = LocalTrials(training, searched, run)
         if sweep.trials_on is not None:
             trials = DeployedTrials(training, searched, run, check_lead, sweep.trials_on, sweep.function)
         # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
@@ -240,7 +240,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, Tri
             show_sweep(run, begun.definition, searched, search, training.run_config),
         ):
             searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
-            termination.outlast(lambda: lead_trials(searched, trials, storage, search, termination, check_before_trial))
+            termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_before_trial))
         left.cancel_again()
         if before and searched.trials == before:
             get_run_logger().warning("%s", _nothing_left(search, searched))

@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect_torch.ckpt import Checkpoint
-from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt import Checkpoint, CheckpointStore
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.restarted import Restart
-from prefect_torch.flows.result import Result, summarize
+from prefect_torch.flows.result import Result, read_result, summarize
 from prefect_torch.flows.sweeps.asked_decisions import asked_decisions
 from prefect_torch.tasks import (
     CheckpointConfig,
@@ -146,7 +145,7 @@ def train(
 def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, machines: Machines | None) -> Result:
     _introduce(job)
     termination = Termination(job.failure.grace_s)
-    job = replace(job, decisions=asked_decisions(Run.open(job.storage, job.run), lambda: termination.is_requested))
+    job = replace(job, decisions=asked_decisions(job.store, lambda: termination.is_requested))
     setup = Setup(
         portable_storage(job.run_config, job.storage), as_shown(config), describe_machine(), Restart.of(current_flow_run())
     )
@@ -165,7 +164,7 @@ def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, ma
         # A terminated process may be killed soon; then the end of the next training refreshes the page.
         if location.has_begun and termination.cause is None:
             refresh_runs_page(job.storage)
-    result = replace(Result.from_storage(job.storage, job.run), return_value=return_value)
+    result = replace(read_result(job.store), return_value=return_value)
     location.log_completed(summary := summarize(result, job.policy))
     return completed(summary, result)
 
@@ -194,8 +193,7 @@ def _job(
     working_dir = None if run.working_dir is None else pack_directory(run.working_dir, storage.url)
     return TrainJob(
         function=pack_function(train_fn, config),
-        storage=storage,
-        run=run.name or name_of_flow_run(),
+        store=CheckpointStore.open(storage, run.name or name_of_flow_run()),
         initial_checkpoint=None if resume_from is None else committed_checkpoint(resume_from, storage),
         scaling=scaling,
         run_config=run,

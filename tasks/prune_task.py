@@ -5,13 +5,14 @@ from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.deletion.limits import PruneLimits, prune_limits
 from prefect_torch.ckpt.runs.deletion.pruning import DeletionRefusedError, prune
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
+from prefect_torch.ckpt.storage.opening import is_open
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.options.storage import configured_storage
 
@@ -24,7 +25,7 @@ _SHOWN = 20  # in a log line
 # The next prune is the retry: PREFECT_TASKS_DEFAULT_RETRIES, with its delays, would hold up the end of the training.
 @task(name="prune_checkpoints", task_run_name="prune-{run}", cache_policy=NO_CACHE, persist_result=False, retries=0)
 def prune_checkpoints(
-    storage: StorageSpec | str,
+    storage: StorageSpec | Storage | str,
     run: str,
     policy: RetentionPolicy,
     limits: PruneLimits | None = None,
@@ -36,7 +37,7 @@ def prune_checkpoints(
     """Delete the checkpoints of `run` that `policy` does not keep, and the data that were never committed.
 
     Args:
-        storage: The storage of the run.
+        storage: The storage of the run, or that storage opened, whose connections are used.
         run: The run's name.
         policy: The retention policy; the newest and pinned checkpoints are kept in any case.
         limits: Checkpoints that are kept whatever the policy decides, and the attempt that prunes, which must not once it is
@@ -55,7 +56,8 @@ def prune_checkpoints(
 
     """
     logger = get_run_logger()
-    store = replace(CheckpointStore.open(configured_storage(storage), run), memory=memory)
+    opened = storage if is_open(storage) else configured_storage(storage)
+    store = replace(CheckpointStore.open(opened, run), memory=memory)
     if limits is None or limits.attempt is None:
         found = prune_limits(store, read_status(store))
         limits = found if limits is None else found.narrowed(limits.in_use, limits.up_to)

@@ -78,6 +78,15 @@ class Run:
         """Pickle the run's location; another process opens its own connection."""
         return type(self).open, (self.spec, self.name)
 
+    def beside(self, run: str) -> "Self":
+        """Return another run in this storage, read over the same connections and with the same login; it need not exist yet.
+
+        Raises:
+            ValueError: If the name is invalid.
+
+        """
+        return replace(self, layout=Layout(check_run_name(run)), memory=None)
+
     @property
     def name(self) -> str:
         """The run's name."""

@@ -120,7 +120,7 @@ class LocationObserver:
         self.has_begun = False
         self._has_checkpoint = self._has_completed = self._has_reported = False
         self._resumed_from: str | None = None
-        self._run = job.open_store()
+        self._run = job.store
         self._text = describe_location(f"checkpoints of run {job.run!r}", self._run, job.run_config)
 
     def observe(self, event: TrainingEvent) -> None:

@@ -69,7 +69,7 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
     name, _, leaf = trial.name.partition("/")
     if not leaf:
         return None
-    sweep = Run.open(trial.spec, name)
+    sweep = trial.beside(name)
     if not are_questions_expected(sweep):
         return None
     status = read_status(sweep)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts
@@ -14,7 +14,6 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
-from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
@@ -125,11 +124,11 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
             yield DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id, newest_of_each(before))
 
 
-def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[str, int] | None:
+def pin_source(sweep: CheckpointStore, source: TrialRecord, clone: str) -> tuple[str, int] | None:
     """Pin the checkpoint of a trial's newest decision, or its newest checkpoint if that one is gone.
 
     Args:
-        storage: The storage of the sweep.
+        sweep: The sweep.
         source: The trial.
         clone: The name of the run that begins from it.
 
@@ -137,10 +136,9 @@ def pin_source(storage: StorageSpec, source: TrialRecord, clone: str) -> tuple[s
         Its id, and the number of the trial's reports up to it, as far as the storage has them; None if there is none.
 
     """
-    store = CheckpointStore.open(storage, source.run)
-    sweep, _, leaf = source.run.rpartition("/")
+    store = sweep.beside(source.run)
     # Before the pin, which otherwise only the journal's next entry records.
-    store.put_record(Layout(sweep).last_pin, {"source": leaf, "clone": clone.rpartition("/")[2]})
+    sweep.put_record(sweep.layout.last_pin, {"source": source.run.rpartition("/")[2], "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
         return decided.checkpoint, decided.num_reports
@@ -160,9 +158,9 @@ def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
     return True
 
 
-def unpin_source(storage: StorageSpec, source: Source, clone: str) -> None:
+def unpin_source(sweep: CheckpointStore, source: Source, clone: str) -> None:
     """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
-    CheckpointStore.open(storage, source.run).unpin(source.checkpoint, _token(clone))
+    sweep.beside(source.run).unpin(source.checkpoint, _token(clone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,7 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
         return
     clone = f"{sweep.name}/{last.clone}"
     if not any(clone in (trial.run, *trial.earlier_runs) for trial in trials):
-        source = Run.open(sweep.spec, f"{sweep.name}/{last.source}")
+        source = sweep.beside(f"{sweep.name}/{last.source}")
         sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{_token(clone)}.json")])
 
 
@@ -194,12 +192,11 @@ def _token(clone: str) -> str:
     return clone[-8:]
 
 
-def delete_all(storage: StorageSpec, run: str) -> frozenset[str]:
+def delete_all(store: CheckpointStore) -> frozenset[str]:
     """Delete the checkpoints of a run that has ended, and return the ids of those that stay, since they are pinned.
 
     Raises:
         StorageError: If some could not be deleted.
 
     """
-    store = CheckpointStore.open(storage, run)
     return delete_checkpoints(store, store.list())

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from prefect_torch.ckpt import CheckpointError, StorageSpec
+from prefect_torch.ckpt import CheckpointError
 from prefect_torch.ckpt.reporting.decisions import time_of
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.run import Run
@@ -30,14 +30,14 @@ class UnusedCriteria:
         self._awaits_decision = True
         self._began_s, self._next_look_s = time.monotonic(), _FIRST_LOOK_S
 
-    def warnings_while_running(self, trials: Callable[[], Sequence[TrialRecord]], storage: StorageSpec) -> Iterator[str]:
+    def warnings_while_running(self, trials: Callable[[], Sequence[TrialRecord]], sweep: Run) -> Iterator[str]:
         """Yield the warnings about limits that none of a running trial's reports has: the trial may have no other end.
 
         Costs a read of the trials' histories after one minute, two, four, until one of them has ten reports.
 
         Args:
             trials: Returns the trials that run.
-            storage: The storage of the sweep.
+            sweep: The sweep.
 
         """
         if not self._limits or time.monotonic() - self._began_s < self._next_look_s:
@@ -45,20 +45,20 @@ class UnusedCriteria:
         self._next_look_s *= 2
         for trial in trials():
             try:
-                reports = _reports_of(trial, storage)
+                reports = _reports_of(trial, sweep)
             except (CheckpointError, OSError):  # no reason to end the sweep
                 return
             if len(reports) >= _ENOUGH_REPORTS:
                 yield from self._missing_limits(trial, reports, "so far ")
                 return
 
-    def warnings(self, trial: TrialRecord, first_decision: float | None, storage: StorageSpec) -> Iterator[str]:
+    def warnings(self, trial: TrialRecord, first_decision: float | None, sweep: Run) -> Iterator[str]:
         """Yield the warnings on a trial that has ended; costs a read of its history while a warning is still possible.
 
         Args:
             trial: The trial.
             first_decision: The time from which its first checkpoint needed a decision; None if checkpoints decide nothing.
-            storage: The storage of the sweep.
+            sweep: The sweep.
 
         """
         if trial.state != "completed":
@@ -69,7 +69,7 @@ class UnusedCriteria:
         if due is None and not self._limits:
             return
         try:
-            reports = _reports_of(trial, storage)
+            reports = _reports_of(trial, sweep)
         except (CheckpointError, OSError):  # no reason to end the sweep
             return
         yield from self._missing_limits(trial, reports)
@@ -101,8 +101,8 @@ class UnusedCriteria:
                 )
 
 
-def _reports_of(trial: TrialRecord, storage: StorageSpec) -> list[MetricRecord]:
-    return [record for record in read_history(Run.open(storage, trial.run)) if not record.is_logged]
+def _reports_of(trial: TrialRecord, sweep: Run) -> list[MetricRecord]:
+    return [record for record in read_history(sweep.beside(trial.run)) if not record.is_logged]
 
 
 def _has(name: str, reports: Sequence[MetricRecord]) -> bool:

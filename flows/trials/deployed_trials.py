@@ -105,7 +105,7 @@ class DeployedTrials:
         self._starting: dict[int, _Start] = {}
         self._running: dict[int, tuple[TrialRecord, UUID]] = {}
         self._num_lost: Counter[tuple[int, str]] = Counter()  # by trial and budget
-        self._watch = FlowRunWatch(sweep.spec)
+        self._watch = FlowRunWatch(sweep)
         self._give_up_s: float | None = None
 
     def start(self, trial: TrialRecord) -> None:
@@ -167,7 +167,7 @@ class DeployedTrials:
         run = f"{self._sweep.name}/{name}"
         for trial in tuple(self._search.trials.values()):
             if run in (trial.run, *trial.earlier_runs):
-                return TrialDecisions(self._search, self._training.storage, trial.number, run)
+                return TrialDecisions(self._search, self._sweep, trial.number, run)
         return None
 
     def _start_due(self) -> None:
@@ -252,7 +252,7 @@ class DeployedTrials:
         forget_questions(self._sweep, trial.run.rpartition("/")[2])  # its process may have been killed while it waited
         if self._give_up_s is not None:
             return None
-        run = Run.open(self._training.storage, trial.run)
+        run = self._sweep.beside(trial.run)
         status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
         if status is not None and status.outcome is not None:
             return end_of(run, status.outcome)
@@ -275,7 +275,7 @@ class DeployedTrials:
 
     def _count_lost(self, trial: TrialRecord, flow_run_id: UUID) -> TrialEnd | None:
         """Count a lost flow run as a training counts a killed flow; return the trial's end if the budget is used up."""
-        run, failure = Run.open(self._training.storage, trial.run), self._training.failure
+        run, failure = self._sweep.beside(trial.run), self._training.failure
         attempts = list(list_attempts(run))
         led = {attempt.number for attempt in attempts if attempt.owner.flow_run_id == str(flow_run_id)}
         budget, most = "max_infrastructure_failures", failure.max_infrastructure_failures

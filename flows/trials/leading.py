@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from prefect_torch.ckpt import StorageError, StorageSpec
+from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.status import read_status
-from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
@@ -23,7 +22,7 @@ _POLL_S = 0.5
 def lead_trials(
     search: Search,
     trials: TrialRuns,
-    storage: StorageSpec,
+    sweep: CheckpointStore,
     config: SearchConfig,
     termination: Termination,
     check_lead: Callable[[], None] = lambda: None,
@@ -33,7 +32,7 @@ def lead_trials(
     Args:
         search: The search.
         trials: Its trials.
-        storage: Their storage.
+        sweep: The sweep.
         config: The configuration of the search.
         termination: Whether the flow run is being terminated.
         check_lead: Raises FencedError if another process leads the sweep by now; called before a trial starts.
@@ -44,7 +43,7 @@ def lead_trials(
         TerminatedError: If the flow run was terminated; the trials have stopped.
 
     """
-    waiting, has_news, unused = _recovered(search, storage), True, UnusedCriteria(config)
+    waiting, has_news, unused = _recovered(search, sweep), True, UnusedCriteria(config)
     try:
         while True:
             termination.raise_if_requested()
@@ -57,16 +56,16 @@ def lead_trials(
                 check_lead()
                 trials.start(trial)
             if has_news:
-                _delete_excess(search, trials, storage)
+                _delete_excess(search, trials, sweep)
             if not trials.num_running():
                 break
             ended = trials.take_ended(_POLL_S)
             if ended:  # a trial that goes on is started again without an entry in the journal
                 check_lead()
             for number, end in ended.items():
-                _record_end(search, trials, storage, number, end, termination)
-                _warn(unused.warnings(search.trials[number], search.first_decision(number), storage))
-            _warn(unused.warnings_while_running(search.running, storage))
+                _record_end(search, trials, sweep, number, end, termination)
+                _warn(unused.warnings(search.trials[number], search.first_decision(number), sweep))
+            _warn(unused.warnings_while_running(search.running, sweep))
             has_news = bool(ended)
     except Exception as exc:
         trials.terminate(termination.cause or exc)
@@ -92,14 +91,14 @@ def _log_used_budget(search: Search, config: SearchConfig) -> None:
         )
 
 
-def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
+def _recovered(search: Search, sweep: CheckpointStore) -> list[TrialRecord]:
     """Return the trials that ran when the sweep's process was killed, and must continue.
 
     The end of those that completed is recorded. The others' committed reports at which the process waited for a decision, and
     none was recorded, are decided on first. Only trials that continue after that have the sweep's present config.
     """
     for trial in search.running():
-        run = Run.open(storage, trial.run)
+        run = sweep.beside(trial.run)
         status = read_status(run)
         end = None if status is None or status.outcome is None else end_of(run, status.outcome)
         if end is not None and end.outcome == "completed":
@@ -113,12 +112,12 @@ def _recovered(search: Search, storage: StorageSpec) -> list[TrialRecord]:
             if search.trials[trial.number] is not trial:  # a decision was recorded
                 break
     search.use_config()
-    _unpin(search, storage)  # a kill may have come between the last end and this
+    _unpin(search, sweep)  # a kill may have come between the last end and this
     return search.running()
 
 
 def _record_end(
-    search: Search, trials: TrialRuns, storage: StorageSpec, number: int, end: TrialEnd | None, termination: Termination
+    search: Search, trials: TrialRuns, sweep: CheckpointStore, number: int, end: TrialEnd | None, termination: Termination
 ) -> None:
     trial = search.trials[number]
     if end is None and trial.state == "running":  # interrupted, unless by this process's own termination: it goes on
@@ -127,22 +126,22 @@ def _record_end(
         return
     if end is not None and trial.state == "running":
         search.end(number, end)
-    _unpin(search, storage)
+    _unpin(search, sweep)
 
 
-def _unpin(search: Search, storage: StorageSpec) -> None:
+def _unpin(search: Search, sweep: CheckpointStore) -> None:
     for source, clone in search.recorded.take_released():
-        unpin_source(storage, source, clone)
+        unpin_source(sweep, source, clone)
 
 
-def _delete_excess(search: Search, trials: TrialRuns, storage: StorageSpec) -> None:
+def _delete_excess(search: Search, trials: TrialRuns, sweep: CheckpointStore) -> None:
     """Delete the checkpoints of trials that are not among the best; failed deletions are tried again after the next trial."""
     busy = trials.running_runs()  # also of trials that have been stopped, and whose ranks are about to end
     for number, run in search.take_excess(is_over=not trials.num_running()):
         if run in busy:
             continue
         try:
-            pinned = delete_all(storage, run)
+            pinned = delete_all(sweep.beside(run))
         except (StorageError, OSError) as exc:
             get_run_logger().warning("the checkpoints of trial %d could not be deleted yet: %s", number, exc)
             continue

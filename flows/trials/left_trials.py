@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.trial_storage import unpin_source
@@ -21,7 +21,7 @@ class LeftTrials:
 
     """
 
-    def __init__(self, sweep: Run, *, are_deployed: bool) -> None:
+    def __init__(self, sweep: CheckpointStore, *, are_deployed: bool) -> None:
         self._sweep = sweep
         self._are_deployed = are_deployed
         self._left: list[TrialRecord] = []
@@ -31,7 +31,7 @@ class LeftTrials:
         self.cancel(trials, "the sweep begins again without its trials")
         for trial in trials:
             if trial.source is not None:
-                unpin_source(self._sweep.spec, trial.source, trial.run)
+                unpin_source(self._sweep, trial.source, trial.run)
 
     def cancel(self, trials: Iterable[TrialRecord], reason: str) -> None:
         """Cancel the flow runs that were left for those of `trials` that run, queued ones, too; those that stay are kept."""

@@ -11,7 +11,7 @@ from typing import Any
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
-from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.arguments import gpus_for, machines_for
 from prefect_torch.flows.leading import lead_training, set_terminated_state
 from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
@@ -106,11 +106,19 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
 
 
 class LocalTrials:
-    """Runs trials in this process."""
+    """Runs trials in this process, over the connections of the sweep to its storage.
 
-    def __init__(self, training: Training, search: Search) -> None:
+    Args:
+        training: What all trials have in common.
+        search: The search.
+        sweep: The sweep.
+
+    """
+
+    def __init__(self, training: Training, search: Search, sweep: CheckpointStore) -> None:
         self._training = training
         self._search = search
+        self._sweep = sweep
         self._running: dict[int, _Running] = {}
         self._ended = threading.Condition()
         self._heartbeat_s = get_current_settings().flows.heartbeat_frequency
@@ -177,7 +185,8 @@ class LocalTrials:
 
     def _train(self, running: _Running) -> None:
         number, run, config = running.trial.number, running.trial.run, self._training.config_of(running.trial)
-        job = self._training.job_of(running.trial, TrialDecisions(self._search, self._training.storage, number, run))
+        decisions = TrialDecisions(self._search, self._sweep, number, run)
+        job = self._training.job_of(running.trial, self._sweep.beside(run), decisions)
         _given.set(_Given(job, running, self._heartbeat_s, self._search.metrics, lambda: self._search.trials[number].state))
         without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         assert self._clients is not None
@@ -197,7 +206,7 @@ class LocalTrials:
                 f"trial {running.trial.number} has no flow run, since Prefect's API refuses it: {first_line(running.error)}; "
                 "the sweep goes on when it is started again with its name"
             ) from running.error
-        run = Run.open(self._training.storage, running.trial.run)
+        run = self._sweep.beside(running.trial.run)
         status = status_of_start(run, running.flow_run_id)
         if status is not None and status.outcome is not None:
             return end_of(run, status.outcome)

@@ -11,7 +11,6 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling, Crashed
-from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -33,12 +32,12 @@ class FlowRunWatch:
     """Reads the states of running trials' flow runs; while Prefect's API is unavailable, it retries after pauses.
 
     Args:
-        storage: The storage of the sweep.
+        sweep: The sweep.
 
     """
 
-    def __init__(self, storage: StorageSpec) -> None:
-        self._storage = storage
+    def __init__(self, sweep: Run) -> None:
+        self._sweep = sweep
         self._gone_since_s: dict[UUID, float] = {}
         self._looked_s = 0.0
         self._silence = _Silence()
@@ -108,7 +107,7 @@ class FlowRunWatch:
         """
         if flow_run.state is not None and has_left_machine(flow_run.state):
             return None
-        status = read_status(Run.open(self._storage, trial.run))
+        status = read_status(self._sweep.beside(trial.run))
         return status if status is not None and status.attempt.owner.flow_run_id == str(flow_run.id) else None
 
 

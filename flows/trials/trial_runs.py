@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import CheckpointStore, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
@@ -51,13 +51,12 @@ class Training:
         """Return the config of a trial's function."""
         return config_of_trial(self.config, trial.config)
 
-    def job_of(self, trial: TrialRecord, decisions: DecisionMaker | None) -> TrainJob:
-        """Return the training of a trial."""
+    def job_of(self, trial: TrialRecord, run: CheckpointStore, decisions: DecisionMaker | None) -> TrainJob:
+        """Return the training of a trial in a run."""
         source = trial.source
         return TrainJob(
             function=self.pack(self.config_of(trial)),
-            storage=self.storage,
-            run=trial.run,
+            store=run,
             initial_checkpoint=None if source is None else CheckpointRef(self.storage, source.run, source.checkpoint),
             scaling=self.scaling,
             # Only this process starts the sweep's trials, by its claim on the sweep: an earlier attempt is fenced.
@@ -75,14 +74,14 @@ class TrialDecisions:
 
     Attributes:
         search: The search.
-        storage: The storage of the sweep.
+        sweep: The sweep.
         number: The trial's number.
         run: The name of the run.
 
     """
 
     search: Search
-    storage: StorageSpec
+    sweep: Run
     number: int
     run: str
 
@@ -90,7 +89,7 @@ class TrialDecisions:
         """Return the reports that need a decision; see `DecisionMaker`."""
         if not self._goes_on:
             return DecisionPoints(TRAINING_ITERATION, 0, asks_always=True)
-        return self.search.points(self.number, lambda: count_reports(Run.open(self.storage, self.run)))
+        return self.search.points(self.number, lambda: count_reports(self.sweep.beside(self.run)))
 
     def decide(self, request: DecisionRequest) -> Verdict:
         """Return the search's decision; its error ends the sweep, and this attempt."""

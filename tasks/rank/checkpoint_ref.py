@@ -23,14 +23,18 @@ class CheckpointRef:
     checkpoint_id: str
     manifest: bytes | None = field(default=None, compare=False, repr=False)
 
-    def open(self) -> Checkpoint:
+    def open(self, opened: CheckpointStore | None = None) -> Checkpoint:
         """Return a handle, with its manifest as it was committed: metrics that are attached later may differ between ranks.
+
+        Args:
+            opened: A run; one in the same storage lends its connections.
 
         Raises:
             CheckpointNotFoundError: If the manifest is to be read, and there is no such checkpoint (any more).
 
         """
-        store = CheckpointStore.open(self.storage, self.run)
+        is_there = opened is not None and opened.spec == self.storage
+        store = opened.beside(self.run) if opened is not None and is_there else CheckpointStore.open(self.storage, self.run)
         if self.manifest is not None:
             return store.checkpoint(Manifest.decode(self.manifest, store.path_of(self.checkpoint_id)))
         return store.checkpoint(store.committed(self.checkpoint_id))

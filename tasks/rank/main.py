@@ -144,9 +144,9 @@ def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
     if spec.working_dir is None:
         enter_paths(function, is_elsewhere=is_elsewhere)
         return function
-    layout = _open_run(spec).layout
-    download_missing(spec.storage, spec.run, [layout.code(spec.working_dir.digest, spec.working_dir.evaluation)])
-    copy = held.enter_context(unpacked(spec.working_dir, spec.storage, spec.run))
+    run = _open_run(spec)
+    download_missing(spec.storage, spec.run, [run.layout.code(spec.working_dir.digest, spec.working_dir.evaluation)])
+    copy = held.enter_context(unpacked(spec.working_dir, run))
     function = within(function, spec.working_dir.root, copy)
     enter_paths(function, is_elsewhere=is_elsewhere)
     sys.path[:] = [str(copy), *(path for path in sys.path if path != str(copy))]
@@ -209,7 +209,7 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
         run_name=spec.run,
         attempt=spec.attempt,
     )
-    restored = None if spec.restored is None else spec.restored.open()
+    restored = None if spec.restored is None else spec.restored.open(store)
     session = EvaluationSession if spec.evaluates else RankSession
     is_terminating = partial(key_value.check, TERMINATION_KEY)
     return session(context, store, key_value, restored, spec.reports, is_terminating, open_node(spec, key_value))

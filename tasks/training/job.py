@@ -17,8 +17,7 @@ class TrainJob:
 
     Attributes:
         function: The function that every rank runs.
-        storage: The storage of the run, with its retry policy.
-        run: The run's name: the configured one, or one made from the flow run.
+        store: The run, opened once for all that its leader does: each client looks for a login, and connects, anew.
         initial_checkpoint: A checkpoint of another run to start from while this run has none.
         scaling: The ranks and their devices.
         run_config: How the run starts.
@@ -32,8 +31,7 @@ class TrainJob:
     """
 
     function: PackedFunction
-    storage: StorageSpec
-    run: str
+    store: CheckpointStore
     initial_checkpoint: CheckpointRef | None
     scaling: ScalingConfig
     run_config: RunConfig
@@ -48,6 +46,12 @@ class TrainJob:
         """Which checkpoints are kept."""
         return self.checkpoint.policy()
 
-    def open_store(self) -> CheckpointStore:
-        """Return the store of the run."""
-        return CheckpointStore.open(self.storage, self.run)
+    @property
+    def storage(self) -> StorageSpec:
+        """The storage of the run, with its retry policy, as other processes open it."""
+        return self.store.spec
+
+    @property
+    def run(self) -> str:
+        """The run's name: the configured one, or one made from the flow run."""
+        return self.store.name

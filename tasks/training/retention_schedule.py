@@ -103,7 +103,7 @@ class RetentionSchedule:
             self._bytes_since_prune = 0
             with TagsContext(current_tags=set()):  # under a tag with a concurrency limit, it would wait for the attempt
                 self._running = prune_checkpoints.submit(
-                    self._job.storage,
+                    self._job.store.storage,
                     self._job.run,
                     self._policy,
                     limits=PruneLimits(self._in_use, recorded, self._attempt),

@@ -108,7 +108,7 @@ class _Leader:
         self._restarts = restarts
         self._observers = observers
         self._termination = termination
-        self._store = job.open_store()
+        self._store = job.store
         self._recorder: RunRecorder | None = None
         self._is_stopped = False
         self.regrows = False

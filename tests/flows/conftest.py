@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from forked_programs import PopenOfProgram
 from prefect.blocks.core import Block
+from prefect_torch.ckpt.storage import opening
 from prefect_torch.flows import RunConfig
 
 
@@ -38,6 +39,19 @@ def schemas_made_once():
             Block, "model_json_schema", classmethod(lambda cls, *args, **options: deepcopy(made(cls, *args, **options)))
         )
         yield
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The storages that this process opens, each time anew: of a bucket, with a search for a login, and new connections."""
+    urls, open_spec = [], opening.open_spec
+
+    def listed(spec, renew=None):
+        urls.append(spec.url)
+        return open_spec(spec, renew)
+
+    monkeypatch.setattr(opening, "open_spec", listed)
+    return urls
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_the_leader_of_a_training_drops_what_was_evaluated_meanwhile_and_waits_f
 
     @flow
     def training():
-        job = SimpleNamespace(storage=store.spec, run="run", policy=policy)
+        job = SimpleNamespace(store=store, run="run", policy=policy)
         retention = RetentionSchedule(job, 1, manifests[:3], None, Observers([]), ManifestMemory())
         newest = manifests[3]
         retention.committed(CommitEvent(newest.id, newest.step, newest.metrics, newest.total_bytes, 0.0))

@@ -171,7 +171,7 @@ def test_a_rank_that_fails_within_its_grace_is_warned_of_with_its_traceback(tmp_
 @pytest.mark.parametrize("by_itself", [True, False])
 def test_a_process_that_another_one_of_its_flow_run_has_overtaken_leaves_the_state_to_it(tmp_path, monkeypatch, by_itself):
     store = CheckpointStore.open(tmp_path, "run")
-    job = SimpleNamespace(failure=FailureConfig(), open_store=lambda: store)
+    job = SimpleNamespace(failure=FailureConfig(), store=store)
     releasable = SimpleNamespace(release=lambda: None, close=lambda: None)
 
     @flow(persist_result=False)

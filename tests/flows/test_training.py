@@ -98,10 +98,11 @@ def test_a_training_that_keeps_many_checkpoints_indexes_their_manifests(run):
     assert len(indexed) >= FEW
 
 
-def test_a_failed_rank_restarts_all_from_the_latest_checkpoint_however_it_has_ended(run):
+def test_a_failed_rank_restarts_all_from_the_latest_checkpoint_however_it_has_ended(run, opened):
     hows = ["raise", "exit", "kill", "_exit"]
     failure = FailureConfig(max_failures=2, max_infrastructure_failures=2)
-    result = train("trainings:end_in_each_way", {"hows": hows}, TWO, run, failure=failure)
+    result = train("trainings:end_in_each_way", {"hows": hows}, TWO, run, CheckpointConfig(num_to_keep=1), failure)
+    assert opened == [run.storage] * 2, "by the leader for all attempts and prunes, and for the page of the storage's runs"
     assert result.return_value == {"begun": 8, "attempt": 5}
     assert result.attempts == 5
     assert "/000004-00000007-" in result.resumed_from

@@ -25,15 +25,16 @@ class Job:
     policy: RetentionPolicy = field(default_factory=RetentionPolicy)
     run: str = "run"
 
-    def open_store(self) -> CheckpointStore:
+    @property
+    def store(self) -> CheckpointStore:
         return CheckpointStore.open(self.folder, self.run)
 
     def claim(self):
-        return claim_attempt(self.open_store(), Owner.current(), world_size=2)
+        return claim_attempt(self.store, Owner.current(), world_size=2)
 
     def commit(self, attempt: int, step: int, **metrics) -> CommitEvent:
         """Put a manifest into the storage, as ranks do, and return what the leader is told of it."""
-        store, checkpoint_id = self.open_store(), new_id(attempt, step)
+        store, checkpoint_id = self.store, new_id(attempt, step)
         files = (FileEntry("state", 7, "0" * 32, 0),)
         manifest = Manifest(checkpoint_id, step, attempt, metrics, files, 2, None, datetime.now(timezone.utc))
         store.storage.put_bytes(store.layout.manifest(checkpoint_id), manifest.encode())

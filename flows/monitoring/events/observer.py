@@ -53,7 +53,7 @@ class EventObserver:
     """
 
     def __init__(self, job: TrainJob) -> None:
-        self._store = job.open_store()
+        self._store = job.store
         self._best = _Best(job.policy)
         self._outbox = EventOutbox()
         self._attempt = 0

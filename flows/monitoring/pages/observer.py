@@ -46,7 +46,7 @@ class PageObserver:
     """
 
     def __init__(self, job: TrainJob, setup: Setup, gpus: GpuMonitor, backoff: Backoff | None = None) -> None:
-        self._store = job.open_store()
+        self._store = job.store
         self._policy = job.policy
         self._setup = setup
         self._gpus = gpus

@@ -8,12 +8,13 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt import CheckpointStore, Storage, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
+from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import as_command, show_count
@@ -108,11 +109,12 @@ def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic)
         clock: Returns seconds; after ten of them, no more metrics are read.
 
     """
-    names = list(list_runs(storage))
-    stores = [CheckpointStore.open(storage, name) for name in names[-_MAX_RUNS:]]
+    opened = open_storage(storage)  # once: each client looks for a login, and connects, anew
+    names = list(list_runs(opened))
+    stores = [CheckpointStore.open(opened, name) for name in names[-_MAX_RUNS:]]
     found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _status), strict=True) if it is not None]
     found.sort(key=lambda row: row.status.attempt.claimed_at, reverse=True)
-    read = partial(_with_metrics, storage, clock() + _LONGEST_S, clock)
+    read = partial(_with_metrics, opened, clock() + _LONGEST_S, clock)
     return read_all(found[:_MAX_ROWS], read), len(names) - len(found[:_MAX_ROWS])
 
 
@@ -146,7 +148,7 @@ def _status(store: CheckpointStore) -> AttemptStatus | None:
         return None
 
 
-def _with_metrics(storage: StorageSpec, until_s: float, clock: Callable[[], float], row: RunRow) -> RunRow:
+def _with_metrics(storage: Storage, until_s: float, clock: Callable[[], float], row: RunRow) -> RunRow:
     if clock() >= until_s:
         return row
     try:

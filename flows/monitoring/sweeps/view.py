@@ -149,7 +149,7 @@ class SweepView:
         return curve.after(earlier)
 
     def _curve_of(self, run: str) -> TrialCurve:
-        return read_curve(Run.open(self.run.storage, run), self.metric)
+        return read_curve(self.run.beside(run), self.metric)
 
     def _seen(self, record: TrialRecord) -> SeenTrial:
         curve = self._curves.get(record.number, TrialCurve())

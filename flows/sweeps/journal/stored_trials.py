@@ -88,7 +88,7 @@ def runs_without_entries(run: Run, events: Iterable[Event], since: str) -> list[
     known = {name for event in events if (name := _begun_by(event)) is not None}
     found = (f"{run.name}/{leaf}" for leaf in run.storage.folders(f"{run.name}/") if re.fullmatch(TRIAL_NAME, leaf))
     unknown = [name for name in found if name not in known]
-    begun = {name: next(list_attempts(Run.open(run.spec, name)), None) for name in unknown}
+    begun = {name: next(list_attempts(run.beside(name)), None) for name in unknown}
     return sorted(name for name, attempt in begun.items() if attempt is not None and attempt.claimed_at > since)
 
 

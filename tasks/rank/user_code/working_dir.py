@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock
-from prefect_torch.ckpt import CheckpointCorruptError, StorageSpec
+from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.files.cache import downloaded
 from prefect_torch.ckpt.runs.manifest import FileEntry
@@ -67,25 +67,23 @@ class StoredDirectory:
 
 
 @contextmanager
-def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iterator[Path]:
+def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
     """Yield a directory with the files of the archive, which is kept while any process of this machine is in this context.
 
     The first rank of a machine downloads and unpacks it, and the others wait for that.
 
     Args:
         directory: The archive.
-        storage: The run's storage.
-        run: The run's name.
+        run: The run that has it.
 
     Raises:
         CheckpointCorruptError: If the stored archive is another one.
         OSError: If there is no space for it below TMPDIR, which the error names.
 
     """
-    stored = Run.open(storage, run)
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
-    key = stored.layout.code(directory.sha256, directory.evaluation)
+    key = run.layout.code(directory.sha256, directory.evaluation)
 
     def download(_: str, path: Path) -> None:
         def download_once(storage: Storage) -> None:
@@ -97,7 +95,7 @@ def unpacked(directory: StoredDirectory, storage: StorageSpec, run: str) -> Iter
                     f"the archive of working_dir in {storage.url}/{key} is not what was stored: {found}"
                 )
 
-        confirm_damage(stored.storage, download_once)
+        confirm_damage(run.storage, download_once)
 
     with downloaded(f"code {directory.sha256}", {_ARCHIVE: entry}, download) as files:
         target = files.parent / "unpacked"

@@ -90,7 +90,7 @@ def test_a_storage_that_prefects_worker_deletes_with_the_flow_run_is_warned_of(t
 
 def job_in(storage):
     store = CheckpointStore.open(storage, "run")
-    return SimpleNamespace(run="run", run_config=RunConfig(storage=str(storage)), storage=None, open_store=lambda: store)
+    return SimpleNamespace(run="run", run_config=RunConfig(storage=str(storage)), store=store)
 
 
 def test_trials_that_run_at_once_each_have_the_lines_about_their_checkpoints(monkeypatch, caplog):

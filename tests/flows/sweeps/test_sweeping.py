@@ -74,11 +74,12 @@ def search(**changes) -> SearchConfig:
     return SearchConfig(**{"metric": "loss", "mode": "min", "num_trials": 3, "sampler": "random", "seed": 1, **changes})
 
 
-def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path):
+def test_a_sweep_finds_the_best_of_its_trials_at_two_at_once(run, tmp_path, opened):
     config = {"epochs": 2, "fails": 0.99, "killed_at": 1}
     chosen = search(max_concurrent=2, initial_points=[{"lr": 0.995}], keep_best_trials=1)
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: 30}):
         result = sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, config, chosen, run=run)
+    assert opened == [str(tmp_path)] * 2, "for all trials, and for the page of the storage's runs"
     assert [trial.state for trial in result.trials] == ["failed", "completed", "completed"]
     assert result.errors.keys() == {0}
     assert "ValueError: lr=0.995 diverged" in result.errors[0]
@@ -289,7 +290,7 @@ def test_a_sweep_and_a_training_do_not_share_a_name(run):
 def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeypatch):
     store = CheckpointStore.open(tmp_path, "sweep/trial-0000-0123abcd")
     trial = TrialRecord(0, store.run, {}, 0)
-    assert pin_source(StorageSpec(str(tmp_path)), trial, "a") is None
+    assert pin_source(CheckpointStore.open(tmp_path, "sweep"), trial, "a") is None
     first, second = commit(store, 0), commit(store, 1)
     latest = CheckpointStore.latest
 
@@ -300,10 +301,10 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
         return found
 
     monkeypatch.setattr(CheckpointStore, "latest", latest_that_is_pruned_then)
-    assert pin_source(StorageSpec(str(tmp_path)), trial, "b") == (first.id, 1)
+    assert pin_source(CheckpointStore.open(tmp_path, "sweep"), trial, "b") == (first.id, 1)
     monkeypatch.delattr(CheckpointStore, "latest")
     reported = replace(trial, reports=(RungReport(0, 1.0, first.id, 5),))
-    assert pin_source(StorageSpec(str(tmp_path)), reported, "c") == (first.id, 5), "without a look at the newest"
+    assert pin_source(CheckpointStore.open(tmp_path, "sweep"), reported, "c") == (first.id, 5), "without a look at the newest"
     assert second.id not in {manifest.id for manifest in store.list()}
 
 
@@ -312,7 +313,7 @@ def test_a_pin_whose_clone_a_kill_kept_from_the_journal_is_removed_at_the_next_s
     source, made = commit(store, 0), commit(store, 1)
     store.pin(source.id, "00000000")
     clone = "sweep/trial-0001-11111111"
-    assert pin_source(StorageSpec(str(tmp_path)), TrialRecord(0, store.run, {}, 0), clone) == (made.id, 2)
+    assert pin_source(CheckpointStore.open(tmp_path, "sweep"), TrialRecord(0, store.run, {}, 0), clone) == (made.id, 2)
     led = Run.open(str(tmp_path), "sweep")
     remove_lost_pin(led, [TrialRecord(1, "sweep/trial-0001-22222222", {}, 1, earlier_runs=(clone,))])
     assert store.pinned() == {source.id, made.id}
@@ -552,7 +553,7 @@ def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp
     for step in range(12):
         history.append(MetricRecord(1, step, {"loss": 1.0}, None, "2026-01-01T00:00:00+00:00"))
         history.flush()
-        lines = criteria.warnings_while_running(lambda: [TrialRecord(0, run.name, {}, 0)], StorageSpec(str(tmp_path)))
+        lines = criteria.warnings_while_running(lambda: [TrialRecord(0, run.name, {}, 0)], Run.open(tmp_path, "sweep"))
         told += [(step, line) for line in lines]
     [(step, line)] = told
     assert step == 9
@@ -569,7 +570,7 @@ def test_a_history_that_cannot_be_read_ends_no_sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(unused_criteria, "_reports_of", fails)
     criteria = UnusedCriteria(search(stop={"loss": 9}))
     trial = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0, state="completed")
-    assert [*criteria.warnings(trial, 1.0, StorageSpec(str(tmp_path)))] == []
+    assert [*criteria.warnings(trial, 1.0, Run.open(tmp_path, "sweep"))] == []
 
 
 def test_a_missing_optuna_names_the_extra(run, monkeypatch):

@@ -376,7 +376,7 @@ def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, 
     monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
     owner = replace(OWNERS["lost"], flow_run_id=str(api.flow_run.id))
     claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
-    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    watch = FlowRunWatch(Run.open(tmp_path, "sweep"))
     for clock.now_s in (100.0, 103.0, 105.0, 109.0, 110.0):
         _, lost[clock.now_s] = watch.look([(TRIAL, api.flow_run.id)])
     assert lost == {100.0: set(), 103.0: set(), 105.0: set(), 109.0: set(), 110.0: {api.flow_run.id}}
@@ -392,7 +392,7 @@ def test_a_flow_run_that_has_left_its_machine_is_not_lost(api, tmp_path, monkeyp
     owner = replace(OWNERS["lost"], flow_run_id=str(api.flow_run.id))
     claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
     api.flow_run = api.flow_run.model_copy(update={"state": state})
-    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    watch = FlowRunWatch(Run.open(tmp_path, "sweep"))
     for clock.now_s in range(100, 200, 10):
         assert watch.look([(TRIAL, api.flow_run.id)])[1] == set()
 
@@ -409,7 +409,7 @@ def test_many_flow_runs_are_looked_at_concurrently(api, tmp_path, monkeypatch):
     found = {it: api.flow_run.model_copy(update={"id": it}) for it in (uuid4() for _ in range(20))}
     trials = {it: TrialRecord(number, f"many/trial-{number:04d}-0123abcd", {}, number) for number, it in enumerate(found)}
     with without_retries():
-        assert FlowRunWatch(StorageSpec(str(tmp_path)))._lost(api, trials, found) == set()
+        assert FlowRunWatch(Run.open(tmp_path, "sweep"))._lost(api, trials, found) == set()
     assert len(waits) == 40
     assert set(waits[20:]) == {0}, "the requests are not repeated"
 
@@ -422,7 +422,7 @@ def test_a_flow_run_of_another_machine_without_heartbeats_is_crashed(api, tmp_pa
     monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
     owner = replace(OWNERS["unknown"], flow_run_id=str(api.flow_run.id))
     claim_attempt(Run.open(str(tmp_path), TRIAL.run), owner, world_size=1)
-    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    watch = FlowRunWatch(Run.open(tmp_path, "sweep"))
 
     def is_lost_in(seconds):
         until_s = clock.now_s + seconds
@@ -456,7 +456,7 @@ def test_a_flow_run_whose_machine_vanished_before_its_claim_is_crashed(api, tmp_
     monkeypatch.setattr(api, "set_flow_run_state", lambda *given, force: crashed.append(given), raising=False)
     monkeypatch.setattr(api, "read_work_pool", lambda name: SimpleNamespace(type="kubernetes"), raising=False)
     api.flow_run = api.flow_run.model_copy(update={"state": state, "work_pool_name": pool})
-    watch = FlowRunWatch(StorageSpec(str(tmp_path)))
+    watch = FlowRunWatch(Run.open(tmp_path, "sweep"))
     while clock.now_s < 1900 and not seen:
         clock.now_s += 30.0
         seen = bool(watch.look([(TRIAL, api.flow_run.id)])[1])

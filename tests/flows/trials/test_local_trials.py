@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from prefect.exceptions import ObjectNotFound
-from prefect_torch.ckpt import StorageSpec
+from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -31,7 +31,7 @@ def ended(run, flow_run_id, ending):
 def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one_before(tmp_path, before):
     run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
     ended(run, "before", before)
-    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
+    trials = LocalTrials(None, None, CheckpointStore.open(tmp_path, "sweep"))
     error = ValueError("working_dir='code': there is no directory code")
     start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=error)
     assert trials._end_of(start) == TrialEnd("failed", "ValueError: working_dir='code': there is no directory code")
@@ -41,7 +41,7 @@ def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one
     "error", [ObjectNotFound(None), httpx.ConnectError("refused by a server that has given up"), KeyError("id")]
 )
 def test_a_trial_that_prefect_refuses_ends_the_sweep_and_goes_on_with_it(tmp_path, error):
-    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
+    trials = LocalTrials(None, None, CheckpointStore.open(tmp_path, "sweep"))
     start = _Running(TrialRecord(3, "sweep/trial-0003-0123abcd", {}, 0), Termination(0.0), is_requested=True, error=error)
     with pytest.raises(SweepFailedError, match=r"trial 3 has no flow run.*goes on when it is started again"):
         trials._end_of(start)
@@ -51,7 +51,7 @@ def test_a_trial_that_prefect_refuses_ends_the_sweep_and_goes_on_with_it(tmp_pat
 
 def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(tmp_path):
     run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
-    trials = LocalTrials(SimpleNamespace(storage=StorageSpec(str(tmp_path))), None)
+    trials = LocalTrials(None, None, CheckpointStore.open(tmp_path, "sweep"))
     start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=ValueError("fenced"))
     ended(run, "now", "stopped")
     assert trials._end_of(start) is None, "the journal has the decision"
@@ -62,7 +62,7 @@ def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(t
 def test_a_run_in_which_its_trial_does_not_go_on_ends_at_its_next_report():
     trial = TrialRecord(0, "sweep/new", {}, 0, earlier_runs=("sweep/old",))
     search = SimpleNamespace(trials={0: trial}, points=lambda *_: None, decide=lambda *_: Verdict(goes_on=True))
-    old, new = (TrialDecisions(search, StorageSpec("memory://"), 0, run) for run in ("sweep/old", "sweep/new"))
+    old, new = (TrialDecisions(search, None, 0, run) for run in ("sweep/old", "sweep/new"))
     assert old.points().ask(0, 1, {}, has_checkpoint=False)
     assert not old.decide(None).goes_on
     assert new.points() is None
@@ -81,7 +81,7 @@ def test_a_trial_that_goes_on_begins_once_its_ranks_before_the_pause_have_ended(
     monkeypatch.setattr(LocalTrials, "_train", train)
     monkeypatch.setattr(LocalTrials, "_end_of", lambda *_: None)
     monkeypatch.setattr(local_trials, "SubflowClients", object)
-    trials = LocalTrials(SimpleNamespace(failure=FailureConfig()), None)
+    trials = LocalTrials(SimpleNamespace(failure=FailureConfig()), None, None)
     for run in ("sweep/old", "sweep/new"):
         trials.start(TrialRecord(0, run, {}, 0))
     assert trials.num_running() == 1

@@ -59,7 +59,7 @@ def names_in(folder):
 def test_the_copy_has_what_belongs_to_the_project(project, spec):
     packed = pack_directory(str(project), str(project / "checkpoints"))
     packed.store(Run.open(spec, "run"))
-    with unpacked(packed.stored, spec, "run") as copy:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         assert names_in(copy) == ["data/big.bin", "pkg/model.py", "run.sh", "train.py"]
         assert (copy / "pkg/model.py").read_text() == "pkg/model.py"
         assert os.access(copy / "run.sh", os.X_OK)
@@ -67,7 +67,7 @@ def test_the_copy_has_what_belongs_to_the_project(project, spec):
     (project / ".prefectignore").write_text("data/\n*.sh\n")
     packed = pack_directory(str(project), str(project / "checkpoints"))
     packed.store(Run.open(spec, "run"))
-    with unpacked(packed.stored, spec, "run") as copy:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         assert names_in(copy) == [".prefectignore", "pkg/model.py", "train.py"]
 
 
@@ -95,7 +95,7 @@ def test_what_a_kill_left_of_a_put_is_replaced(project, spec):
     (key,) = run.keys("run/code/")
     run.storage.put_bytes(key, packed.archive[:100])
     packed.store(run)
-    with unpacked(packed.stored, spec, "run") as copy:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         assert (copy / "train.py").read_text() == "train.py"
 
 
@@ -110,7 +110,10 @@ def test_an_archive_that_somebody_exchanged_is_not_unpacked(project, spec):
     assert len(other.archive) == len(packed.archive)
     run.storage.put_bytes(key, other.archive)
     for stored in (packed.stored, replace(packed.stored, digest=other.stored.digest)):
-        with pytest.raises(CheckpointCorruptError, match=f"{key} is not what was stored: "), unpacked(stored, spec, "run"):
+        with (
+            pytest.raises(CheckpointCorruptError, match=f"{key} is not what was stored: "),
+            unpacked(stored, Run.open(spec, "run")),
+        ):
             pass
 
 
@@ -124,7 +127,7 @@ def test_linked_directories_are_left_out_with_a_warning_and_linked_files_are_cop
     (project / "lib.py").symlink_to(tmp_path / "shared/lib.py")
     packed = pack_directory(str(project), spec.url)
     packed.store(Run.open(spec, "run"))
-    with unpacked(packed.stored, spec, "run") as copy:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         assert (copy / "lib.py").read_text() == "lib"
         assert not (copy / "shared").exists()
     assert "has no linked directories: shared is left out" in caplog.text
@@ -152,7 +155,7 @@ def test_checkpoints_are_left_out_however_their_directory_is_spelled(project, sp
     link.symlink_to(project)
     packed = pack_directory(str(link), str(spell(link)))
     packed.store(Run.open(spec, "run"))
-    with unpacked(packed.stored, spec, "run") as copy:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         assert not (copy / "checkpoints").exists()
     with pytest.raises(ValueError, match="is the storage, whose checkpoints are not code"):
         pack_directory(str(project), str(link))
@@ -163,8 +166,8 @@ def test_a_machine_unpacks_once_as_long_as_a_rank_is_there(project, spec, monkey
     packed.store(Run.open(spec, "run"))
     got, get_file = [], LocalStorage.get_file
     monkeypatch.setattr(LocalStorage, "get_file", lambda self, key, path: (got.append(key), get_file(self, key, path))[1])
-    with unpacked(packed.stored, spec, "run") as copy:
-        with unpacked(packed.stored, spec, "run") as other:
+    with unpacked(packed.stored, Run.open(spec, "run")) as copy:
+        with unpacked(packed.stored, Run.open(spec, "run")) as other:
             assert other == copy
         assert (copy / "train.py").exists()
     assert len(got) == 1
@@ -181,7 +184,7 @@ def test_a_full_disk_of_the_machine_is_told_with_its_place(project, spec, monkey
     monkeypatch.setattr(write, Mock(side_effect=full))
     with (
         pytest.raises(OSError, match=r"copy of working_dir: free some, or set TMPDIR .*/cache/") as caught,
-        unpacked(packed.stored, spec, "run"),
+        unpacked(packed.stored, Run.open(spec, "run")),
     ):
         pass
     assert caught.value.errno == errno.ENOSPC

@@ -32,8 +32,7 @@ from prefect_torch.tasks.training.start import claim
 def job(store, **budgets):
     return TrainJob(
         function=pack_function("json:loads", None),
-        storage=store.spec,
-        run=store.run,
+        store=store,
         initial_checkpoint=None,
         scaling=ScalingConfig(),
         run_config=RunConfig(takeover=True),

@@ -60,7 +60,7 @@ class Clock:
 
 
 def schedule(memory, policy=NEWEST, tick_s=60.0):
-    job = SimpleNamespace(storage="store", run="run", policy=policy)
+    job = SimpleNamespace(store=SimpleNamespace(storage="store"), run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
     return RetentionSchedule(job, 1, [], None, observers, memory, Backoff(Clock(tick_s)))
 

@@ -41,7 +41,7 @@ def training(tmp_path_factory):
     commits = [job.commit(1, 10, loss=0.5), job.commit(1, 20, loss=0.25)]
     tell_all(job, AttemptStarted(job.claim(), SEED), *commits)
     making()
-    return job.open_store(), commits, events_about(f"file://{job.open_store().path}/checkpoints/", 2)
+    return job.store, commits, events_about(f"file://{job.store.path}/checkpoints/", 2)
 
 
 THEIRS = Asset(key="s3://bucket/theirs", properties=AssetProperties(name="theirs", url="s3://bucket/theirs"))

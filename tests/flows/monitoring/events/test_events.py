@@ -28,7 +28,7 @@ LOW_LOSS = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="loss", che
 def training(tmp_path_factory):
     """Two attempts: the first commits and fails, the second finds one damaged, commits, prunes and completes."""
     job = Job(str(tmp_path_factory.mktemp("events")), LOW_LOSS)
-    store = job.open_store()
+    store = job.store
     first = job.claim()
     commits = [job.commit(1, step, loss=loss, deep={"acc": 0.5}) for step, loss in enumerate((0.5, 0.7, math.nan, 0.4))]
     second = job.claim()

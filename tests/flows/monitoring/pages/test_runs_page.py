@@ -42,11 +42,13 @@ def leave_run(storage, name, losses, *, ending="completed", policy=BY_LOSS, atte
         write_outcome(store, Outcome(attempt.number, ending, FLOW_RUN))
 
 
-def test_runs_stand_side_by_side_the_newest_first(storage):
+def test_runs_stand_side_by_side_the_newest_first(storage, opened):
     leave_run(storage, "older", [3.0, 0.5, 1.0], attempts=2)
     leave_run(storage, "un_scored", [2.0, 4.0], ending="failed", policy=RetentionPolicy())
     leave_run(storage, "silent", [], ending=None)
+    opened.clear()
     page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
+    assert opened == [storage.url]
     url = page_url("flow-run", UUID(FLOW_RUN))
     rows = [line for line in page.splitlines() if line.startswith("| [")]
     assert [re.sub(r"\(data:[^)]*\)|\d\d-\d\d \d\d:\d\d", "…", row) for row in rows] == [
