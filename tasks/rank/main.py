@@ -18,9 +18,10 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch.ckpt import CheckpointStore, TrainContext
+from prefect_torch.ckpt import CheckpointStore, StorageError, TrainContext
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.storage.retry import LoginError
 from prefect_torch.ckpt.storage.synced.first_download import download_missing
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import StorageNotSeenError
@@ -41,6 +42,9 @@ from prefect_torch.tasks.rank.user_code.working_dir import enter_paths, unpacked
 
 if TYPE_CHECKING:
     import torch
+    from tenacity import RetryCallState
+
+_LOGIN_S = 20.0
 
 
 def main() -> None:
@@ -172,7 +176,7 @@ def _machine(spec: RankSpec) -> str:
 
 def _open_run(spec: RankSpec) -> CheckpointStore:
     """Return the run; the first rank of each machine makes sure that the machine sees it."""
-    store = CheckpointStore.open(spec.storage, spec.run)
+    store = _open_store(spec)
     _download(spec, store)
     if spec.local_rank == 0 and next(store.storage.list(store.layout.attempts), None) is None:
         raise StorageNotSeenError(
@@ -182,6 +186,30 @@ def _open_run(spec: RankSpec) -> CheckpointStore:
         )
     store.storage.local_path(store.layout.run_info)  # has seen the run by now, so that it makes none below an empty mount point
     return store
+
+
+def _open_store(spec: RankSpec) -> CheckpointStore:
+    """Open the run with a login that the flow's process has used: one whose source fails, as a busy STS, is tried for a while.
+
+    Raises:
+        StorageError: If it has not become usable in that time, as on a machine that lacks the program of its profile.
+
+    """
+    try:
+        return CheckpointStore.open(spec.storage, spec.run)
+    except LoginError:
+        from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed  # noqa: PLC0415 - rarely needed
+
+        def give_up(state: "RetryCallState") -> CheckpointStore:
+            assert state.outcome is not None
+            raise StorageError(str(state.outcome.exception())) from state.outcome.exception()
+
+        return Retrying(
+            retry=retry_if_exception_type(LoginError),
+            stop=stop_after_delay(_LOGIN_S),
+            wait=wait_fixed(0.5 + spec.rank % 8 / 8),  # the ranks of a machine not all at once
+            retry_error_callback=give_up,
+        )(CheckpointStore.open, spec.storage, spec.run)
 
 
 def _download(spec: RankSpec, store: CheckpointStore) -> None:

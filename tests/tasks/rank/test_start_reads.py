@@ -2,11 +2,13 @@
 
 import pytest
 from counting_storage import CountingStorage
-from prefect_torch.ckpt import CheckpointStore, StorageSpec
+from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.retry import LoginError
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.failures import of_exception
 from rank_specs import rank_spec
 from ranks import Attempt, folder
 
@@ -31,3 +33,21 @@ def test_one_rank_of_a_machine_looks_at_the_run_and_none_reads_the_manifest_agai
     main._open_run(spec)
     assert spec.restored.open().id == manifest.id
     assert storage.taken() == requests
+
+
+def test_a_login_that_the_flows_process_has_used_is_tried_for_a_while_where_its_source_fails(monkeypatch):
+    """A busy STS refuses many ranks at once: that ended the training."""
+    tries = iter([LoginError("too many requests")] * 2)
+
+    def fail_twice(*_):
+        if (error := next(tries, None)) is not None:
+            raise error
+        return "the run"
+
+    monkeypatch.setattr(CheckpointStore, "open", fail_twice)
+    assert main._open_store(rank_spec()) == "the run"
+    tries = iter([LoginError("no such program")] * 2)
+    monkeypatch.setattr(main, "_LOGIN_S", 0.0)
+    with pytest.raises(StorageError, match=r"^no such program$") as caught:
+        main._open_store(rank_spec())
+    assert of_exception(caught.value, in_function=False) == "infrastructure"
