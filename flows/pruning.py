@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from prefect import flow
-from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, StorageSpec
+from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, Storage
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
+from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
@@ -67,12 +68,13 @@ def prune(
 
     """
     spec = configured_storage(storage)
-    names = list(list_runs(spec)) if runs is None else list(dict.fromkeys(runs))
+    opened = open_storage(spec)
+    names = list(list_runs(opened)) if runs is None else list(dict.fromkeys(runs))
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
-    policies, refused = _read_policies(spec, names, must_exist=runs is not None)
+    policies, refused = _read_policies(opened, names, must_exist=runs is not None)
     pruned = {  # every named run was found before the first is pruned
-        run: prune_checkpoints.submit(spec, run, own if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
+        run: prune_checkpoints.submit(opened, run, own if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
         for run, own in policies.items()
     }
     for future in pruned.values():
@@ -86,19 +88,19 @@ def prune(
 
 
 def _read_policies(
-    spec: StorageSpec, names: Sequence[str], *, must_exist: bool
+    storage: Storage, names: Sequence[str], *, must_exist: bool
 ) -> tuple[dict[str, RetentionPolicy], list[Exception]]:
     """Return the policies of the runs that can be pruned, and the errors of the others, which are logged."""
     found: dict[str, RetentionPolicy] = {}
     refused: list[Exception] = []
     for name in names:
-        store = CheckpointStore.open(spec, name)
+        store = CheckpointStore.open(storage, name)
         try:
             status = read_status(store)
             if status is not None:
                 found[name] = status.attempt.policy
                 if must_exist and is_sweep(store):
-                    listing = as_command("best", spec.url, name)
+                    listing = as_command("best", storage.url, name)
                     get_run_logger().warning("run %r is a sweep: give its trials to prune, as %s names them", name, listing)
             else:
                 if must_exist:

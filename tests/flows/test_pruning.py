@@ -82,13 +82,15 @@ def test_a_run_that_is_denied_keeps_no_other_from_being_pruned(tmp_path, caplog,
     assert [scores(CheckpointStore.open(storage, run)) for run in ["a", "b", "c"]] == [[2], [1, 2], [2]]
 
 
-def test_each_run_is_pruned_by_its_own_policy(tmp_path):
+def test_each_run_is_pruned_by_its_own_policy(tmp_path, opened):
     storage = str(tmp_path / "store")
     one, _ = fill(storage, "one", tmp_path, [1, 2, 3])
     best, _ = fill(storage, "best", tmp_path, [3, 2, 1], {**KEEPS_ONE, "checkpoint_score_attribute": "score"})
     everything, _ = fill(storage, "everything", tmp_path, [1, 2], {})
     expected = {"one": [manifest.id for manifest in one.list()[:2]], "best": [best.list()[1].id], "everything": []}
+    opened.clear()
     assert prune(storage, dry_run=True) == expected
+    assert opened == [storage] * 2, "for all runs, and for their page"
     assert scores(one) == [1, 2, 3]
     assert prune(storage) == expected
     assert (scores(one), scores(best), scores(everything)) == ([3], [3, 1], [1, 2])
