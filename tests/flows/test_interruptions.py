@@ -358,10 +358,10 @@ def test_hooks_of_the_caller_do_not_replace_the_one_that_sets_the_state_of_a_ter
     assert sweep.with_options(on_failure=[told]).on_failure_hooks == [told]
 
 
-@pytest.mark.parametrize(("elapsed_s", "by"), [(9, "timeout_seconds=8"), (7, "CancelledError")])
+@pytest.mark.parametrize(("elapsed_s", "by"), [(99, "timeout_seconds=80"), (60, "CancelledError")])
 def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
     began = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
-    context = SimpleNamespace(flow=SimpleNamespace(timeout_seconds=8.0), start_time=began)
+    context = SimpleNamespace(flow=SimpleNamespace(timeout_seconds=80.0), start_time=began)
     monkeypatch.setattr(outcomes, "FlowRunContext", SimpleNamespace(get=lambda: context))
     termination = Termination(30)
     termination.request(CancelledError())
