@@ -27,7 +27,18 @@ from prefect_home import prepared_home
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import Transfer
-from servers import ACCESS_KEY, SECRET_KEY, AzureServer, S3Server, SshServer, free_port, program, rclone_command, running
+from servers import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    START_S,
+    AzureServer,
+    S3Server,
+    SshServer,
+    free_port,
+    program,
+    rclone_command,
+    running,
+)
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -294,7 +305,7 @@ def password_server(request, tmp_path) -> Iterator[tuple[str, str]]:
     (tmp_path / "served").mkdir()
     with subprocess.Popen([*command, "--addr", f"127.0.0.1:{port}", tmp_path / "served"], stderr=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + START_S
             while True:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
                     break
@@ -327,7 +338,7 @@ def sshd(tmp_path_factory) -> Iterator[SshServer]:
     command = [program, "-D", "-e", "-h", folder / "host", "-f", folder / "config"]
     with (folder / "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + START_S
             while True:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5):
                     break

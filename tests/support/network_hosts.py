@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from servers import START_S
 
 NO_HOSTS = "hosts cannot be made here: that takes root, iproute2 and an OpenSSH server"
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
@@ -132,7 +133,7 @@ def network(folder: Path, *names: str) -> Iterator[Network]:
 
 
 def wait_for_port(address: str, port: int) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + START_S
     while True:
         with suppress(OSError), socket.create_connection((address, port), 5):
             return

@@ -24,6 +24,7 @@ from botocore.config import Config
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key"
+START_S = 120  # for what takes seconds on an idle machine; a server that ends is not waited for
 
 
 @cache
@@ -133,7 +134,7 @@ def running(command: list[str], port: int, **environment: str) -> Iterator[S3Ser
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
     try:
         endpoint = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while True:
             try:
                 urllib.request.urlopen(endpoint, timeout=5).close()
