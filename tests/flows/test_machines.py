@@ -87,7 +87,7 @@ def test_no_rank_is_started_unless_there_is_room_for_all(hosts, run, monkeypatch
     )
 
 
-def wait_for(condition, longest_s=60, *, every_s=0.02):
+def wait_for(condition, longest_s=120, *, every_s=0.02):
     deadline_s = time.monotonic() + longest_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come to pass"

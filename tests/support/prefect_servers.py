@@ -257,7 +257,7 @@ def assert_task_runs_of_ranks_are_final(storage: str, num_attempts: int | None =
         found = states()
         return [name for name, _ in found] == expected and {state for _, state in found} <= _FINAL
 
-    wait_until(are_final, states, 30)
+    wait_until(are_final, states)
 
 
 @contextmanager

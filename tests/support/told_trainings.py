@@ -1,6 +1,5 @@
 """What observers of checkpoints need of a training, and the events that a Prefect server has of it."""
 
-import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
@@ -9,6 +8,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import Event
 from prefect.events.filters import EventFilter
 from prefect.runtime import flow_run
+from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -58,11 +58,12 @@ def tell_all(job: Job, *events) -> str:
 def events_about(resource: str, num_expected: int) -> list[Event]:
     """Return the server's events about resources whose id begins so, as they happened, once it has as many as expected."""
     chosen = EventFilter.model_validate({"resource": {"id_prefix": [resource]}, "order": "ASC"})
-    deadline_s = time.monotonic() + 30
+    events: list[Event] = []
+
+    def have_come() -> bool:
+        events[:] = client.read_events(chosen, limit=50).events
+        return len(events) >= num_expected
+
     with get_client(sync_client=True) as client:
-        while True:
-            events = client.read_events(chosen, limit=50).events
-            if len(events) >= num_expected:
-                return events
-            assert time.monotonic() < deadline_s, [event.event for event in events]
-            time.sleep(0.1)
+        wait_until(have_come, lambda: [event.event for event in events])
+    return events
