@@ -7,7 +7,6 @@ from forked_programs import started_as_usual
 from prefect_torch.deployments.command_line.program import run as run_command
 from prefect_torch.flows import FailureConfig, RankFailedError, RunConfig, ScalingConfig, train
 
-pytestmark = pytest.mark.timeout(120)
 PRINTED = ("WARNING:library:of rank", "detail of rank", "WARNING:train:of rank")
 
 

@@ -8,7 +8,6 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.flows import Hosts, RankFailedError, RunConfig, ScalingConfig, train
 
-pytestmark = pytest.mark.timeout(120)
 HIDE = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
 
 

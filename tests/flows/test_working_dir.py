@@ -2,14 +2,11 @@
 
 import sys
 
-import pytest
 from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.program import run as run_command
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, evaluate, train
 from ranks import Attempt, folder
-
-pytestmark = pytest.mark.timeout(120)
 
 TRAIN = """
 import os
