@@ -81,7 +81,8 @@ def _top_level_names(source: Path | None) -> set[str] | None:
     except (SyntaxError, ValueError) as exc:  # ValueError: a null byte
         raise ValueError(f"{source} is not valid Python: {exc}") from exc
     symbols = table.get_symbols()
-    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported() or one.is_declared_global()}
+    names = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported() or one.is_declared_global()}
+    return None if "__getattr__" in names else names  # which imports names when they are used
 
 
 def reference_to(function: str | TrainFunction) -> str:

@@ -161,6 +161,8 @@ def test_functions_that_are_looked_up_in_several_threads_do_not_disturb_each_oth
         "import os.path as train_fn",
         "class train_fn: pass",
         "for train_fn in [print]: pass",
+        "def __getattr__(name): return print",
+        "__getattr__, __dir__, __all__ = print, dir, []",
     ],
 )
 def test_a_name_may_be_bound_in_any_way(folder, program):
