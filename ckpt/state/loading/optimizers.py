@@ -105,7 +105,7 @@ def _stored_names(
         if stored != mine:
             plan.problems.append(f"group {number} of {where!r} has other parameters: {_difference(stored, mine)}")
             return None
-        if unset := _unset_options(optimizer, optimizer.param_groups[number], {*groups[number,].children}):
+        if unset := _unset_options(optimizer, number, {*groups[number,].children}):
             plan.problems.append(
                 f"group {number} of {where!r} has no {', '.join(unset)} in the checkpoint: another kind of optimizer than "
                 f"{type(optimizer).__name__} stored it"
@@ -118,19 +118,19 @@ def _named(names: Sequence[str | int], group: Mapping[str, Any]) -> list[str | i
     return [names[number] for number in group["params"]]
 
 
-def _unset_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], stored: Collection[Any]) -> list[str]:
+def _unset_options(optimizer: torch.optim.Optimizer, number: int, stored: Collection[Any]) -> list[str]:
     """Return the options that a load of the `stored` ones leaves without a value, if another kind of optimizer stored them.
 
     An option that a later version has added gets a default from `__setstate__`, or its optimizer copes without it. A checkpoint
-    of another kind of optimizer also has options that this one does not have.
+    of another kind of optimizer also has options that this one does not have. An optimizer's `state_dict()` may leave some out.
     """
-    if {*stored} <= group.keys():
+    if {*stored} <= optimizer.param_groups[number].keys():
         return []
-    # A wrapper may have no defaults. torch's __setstate__ adds an option to them that the groups may lack.
-    options = getattr(optimizer, "defaults", {}).keys() & group.keys()
     fresh = object.__new__(type(optimizer))
     fresh.__dict__.update(optimizer.__dict__)
     try:
+        # A wrapper may have no defaults. torch's __setstate__ adds an option to them that the groups may lack.
+        options = getattr(optimizer, "defaults", {}).keys() & optimizer.state_dict()["param_groups"][number].keys()
         fresh.__setstate__({"state": defaultdict(dict), "param_groups": [{**dict.fromkeys(stored), "params": []}]})
     except Exception:  # noqa: BLE001 - the user's class may want more than a group of options
         return []

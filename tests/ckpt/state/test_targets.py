@@ -974,8 +974,22 @@ class OnlyLr(torch.optim.Optimizer):
                 parameter.data.sub_(parameter.grad, alpha=group["lr"])
 
 
-def test_an_optimizer_of_ones_own_gets_options_that_it_did_not_begin_with(store):
-    checkpoint, state = stored(store, trained(OnlyLr)), trained(OnlyLr)
+class WithoutPrivate(OnlyLr):
+    """An optimizer whose `state_dict()` leaves out some of its options, as those of HeavyBall do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.defaults["_kind"] = self.param_groups[0]["_kind"] = type(self)
+
+    def state_dict(self):
+        state = super().state_dict()
+        state["param_groups"][0].pop("_kind", None)
+        return state
+
+
+@pytest.mark.parametrize("kind", [OnlyLr, WithoutPrivate])
+def test_an_optimizer_of_ones_own_gets_options_that_it_did_not_begin_with(store, kind):
+    checkpoint, state = stored(store, trained(kind)), trained(kind)
     for _ in range(2):
         state["optimizer"].param_groups[0].pop("num_steps")
         checkpoint.load_state(state)
