@@ -13,10 +13,14 @@ AT_IMPORT = torch.get_device_module().current_device()
 
 
 def hold_gpu(config: dict) -> dict:
-    """Return which GPU this rank has; FileExistsError if another one holds it."""
+    """Return which GPU this rank has, once both were held, or after a minute; FileExistsError if another one holds it."""
     held = Path(config["folder"], os.environ["FAKEGPU_VISIBLE_DEVICES"])
     held.touch(exist_ok=False)
-    time.sleep(0.3)
+    held.with_suffix(".once").touch()
+    until_s = time.monotonic() + 60
+    while len(list(held.parent.glob("*.once"))) < 2 and time.monotonic() < until_s:
+        time.sleep(0.05)
+    time.sleep(0.3)  # in which another one would meet it
     held.unlink()
     return {"loss": config["x"], "gpu": int(held.name)}
 
