@@ -31,6 +31,7 @@ def test_every_block_is_a_program_or_commands():
     assert len(blocks) == len(PROGRAMS) + README.count("```console") + README.count(OUTPUT)
 
 
+@pytest.mark.timeout(400)
 def test_the_programs_run_in_order(tmp_path):
     """With nothing but Prefect's embedded server, as on a machine that never saw Prefect."""
     printed, environment = {}, {**os.environ, "PREFECT_HOME": str(tmp_path / "home")}
