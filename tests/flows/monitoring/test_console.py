@@ -64,7 +64,7 @@ class Terminal:
     def text(self):
         return ESCAPE.sub("", self.raw())
 
-    def wait_for(self, pattern, longest_s=60):
+    def wait_for(self, pattern, longest_s=120):
         deadline_s = time.monotonic() + longest_s
         while not re.search(pattern, self.text()):
             assert time.monotonic() < deadline_s, self.text()
