@@ -352,7 +352,6 @@ def test_a_report_on_which_ranks_do_not_agree_leaves_no_token(store, tmp_path, m
 
 def test_what_a_killed_rank_has_left_of_a_token_does_not_stop_the_next_attempt(store, tmp_path, monkeypatch):
     monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
-    monkeypatch.setattr(shared_directory, "_LONGEST_WRITE_S", 0.1)
     shared = folder(tmp_path / "shared", m="x")
     begin = threading.Barrier(2)
 
