@@ -80,7 +80,8 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
 
 def read_value(data: bytes) -> Any:
     """Return the value that `Value.encode` encoded."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    # Only files are mapped, which may be the user's default.
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
 
 
 def why_unreadable(exc: Exception) -> str:

@@ -186,7 +186,7 @@ def _is_readable(dtype: torch.dtype) -> bool:
     expected = raw.view(dtype)
     header, footer = _header_and_footer(dtype, tuple(expected.shape))
     try:
-        loaded = torch.load(io.BytesIO(header + bytes(memory_of(raw)) + footer), weights_only=True)
+        loaded = torch.load(io.BytesIO(header + bytes(memory_of(raw)) + footer), weights_only=True, mmap=False)
     except Exception:  # noqa: BLE001 - after any error such a file would be unreadable
         return False
     return bool(loaded.dtype == dtype and torch.equal(loaded.view(torch.uint8), raw))

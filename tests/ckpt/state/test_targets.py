@@ -24,6 +24,7 @@ from prefect_torch.ckpt.state.loading import read
 from prefect_torch.ckpt.state.objects.flatten import flatten
 from prefect_torch.ckpt.state.objects.tensors import local_part, share_elements
 from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
+from prefect_torch.ckpt.state.staging.buffer import _is_readable
 from ranks import Attempt
 from states import check_equal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -451,6 +452,17 @@ def test_a_default_device_of_torch_moves_neither_the_copy_nor_what_is_read(store
     for name in ("large", "small"):
         assert torch.equal(target[name], state[name])
     assert torch.equal(target["list"][0], state["list"][0])
+
+
+def test_a_user_may_have_torch_map_the_files_that_it_loads(store, monkeypatch):
+    """torch maps files alone, and values are read from memory."""
+    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)
+    _is_readable.cache_clear()
+    stored(store, {"tensor": torch.arange(30_000), "list": [(1, torch.ones(2))]}).load_state(
+        state := {"tensor": torch.zeros(30_000, dtype=torch.int64), "list": []}
+    )
+    assert (state["tensor"].tolist(), state["list"][0][1].tolist()) == ([*range(30_000)], [1, 1])
+    assert _is_readable(torch.int64)
 
 
 def test_reports_in_inference_mode_and_out_of_it_may_alternate(store):
