@@ -143,6 +143,10 @@ print({it: os.readlink(f"{folder}/{it}") for it in numbers if it > 2 and os.path
         program = "import torch; print(torch.get_num_threads())"
         assert output_of(program, env={**os.environ, "OMP_NUM_THREADS": "3"}) == "3\n"
 
+    def test_it_is_one_though_torch_has_set_its_own_variable_here(self):
+        """As where a test of this worker has imported its compiler before."""
+        assert output_of("print('it is')", env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor"}) == "it is\n"
+
     def test_with_another_variable_that_is_read_at_import_it_is_new(self):
         command = [sys.executable, "-c", "import sys; print('torch' in sys.modules)"]
         environment = {**os.environ, "MKL_NUM_THREADS": "3"}

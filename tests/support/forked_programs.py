@@ -24,9 +24,10 @@ from pathlib import Path
 from unittest import mock
 
 SERVER = "import sys; sys.path.append(sys.argv[2]); import program_server; program_server.main()"
-# What libraries may read when they are imported: with another value, a program is started as usual.
+# What libraries may read when they are imported: with another value, a program is started as usual. TORCHINDUCTOR_CACHE_DIR is
+# none of it: torch sets it where its compiler is imported, and all programs that are started later would be.
 _READ_AT_IMPORT = re.compile(
-    r"PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)\w*|(?:OMP(?!_NUM_THREADS$)|MKL|OPENBLAS|KMP|GOMP|TORCH|LD|MALLOC|CUDA|COVERAGE)_?\w*"
+    r"PYTHON(?!PATH$|UNBUFFERED$|DONTWRITEBYTECODE$)\w*|(?:OMP(?!_NUM_THREADS$)|MKL|OPENBLAS|KMP|GOMP|TORCH(?!INDUCTOR_CACHE_DIR$)|LD|MALLOC|CUDA|COVERAGE)_?\w*"
 )
 # What a forked program has forked, rather than started as usual, when it starts processes itself.
 FORKED = re.compile(
