@@ -19,7 +19,7 @@ from pathlib import Path
 import prefect_torch
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.rank.starting.fork_server import FORKED, READY, Descriptors
-from prefect_torch.tasks.rank.user_code.function_reference import standard_library
+from prefect_torch.tasks.rank.user_code.shadowing import standard_library
 
 RANK_PROGRAM = "prefect_torch.tasks.rank.main"  # what is forked
 # Not "-m", which looks in the working directory first: a file there named queue.py would be the `queue` of every module.

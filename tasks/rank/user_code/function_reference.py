@@ -6,7 +6,6 @@ import os
 import re
 import symtable
 import sys
-import sysconfig
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 from prefect_torch.ckpt.text import name_of
+
+from .shadowing import standard_library
 
 TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -241,8 +242,3 @@ def _is_same_directory(one: str, other: str) -> bool:
 def _end_of_standard_library() -> int:
     directories = standard_library()
     return max((number + 1 for number, entry in enumerate(sys.path) if entry in directories), default=len(sys.path))
-
-
-def standard_library() -> set[str]:
-    """Return the directories of the search path that contain the standard library."""
-    return {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), sysconfig.get_config_var("DESTSHARED")}
