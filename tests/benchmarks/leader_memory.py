@@ -70,7 +70,7 @@ def main():
         view = RunView(store, POLICY)
         view.record(AttemptStarted(attempt, None), time.time())
         prune = retention_schedule.prune_checkpoints = Prune()
-        job = SimpleNamespace(storage=None, run="run", policy=POLICY)
+        job = SimpleNamespace(store=SimpleNamespace(storage=None), run="run", policy=POLICY)
         schedule = retention_schedule.RetentionSchedule(
             job, 1, [], None, SimpleNamespace(notify=lambda it: view.record(it, time.time())), ManifestMemory()
         )

@@ -21,7 +21,7 @@ from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Crashed
 from prefect_servers import rows, wait_until
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -221,7 +221,7 @@ def test_a_trial_that_completed_before_its_sweep_goes_on_with_another_config_had
     claimed = claim_attempt(done, Owner.current("a-flow-run"), world_size=1)
     write_outcome(done, Outcome(claimed.number, "completed", "a-flow-run", return_value={"loss": 1.0}))
     again = led(2, {"y": 7})
-    assert [trial.number for trial in leading._recovered(again, StorageSpec(str(tmp_path)))] == [running.number]
+    assert [trial.number for trial in leading._recovered(again, CheckpointStore.open(tmp_path, "digits"))] == [running.number]
     assert [(trial.state, trial.common) for trial in again.trials.values()] == [("completed", {"y": 5}), ("running", {"y": 7})]
     assert history_of(decode_event(entry, "test") for entry in entries) == again.trials
 
@@ -604,7 +604,7 @@ def test_of_reports_that_a_kill_left_undecided_the_first_with_the_metric_is_deci
     trial = searched.next_trial()
     for step, metrics in enumerate(({}, {}, {"loss": 1.0}, {"loss": 2.0})):
         job_commit(Run.open(tmp_path, trial.run), step, metrics)
-    assert leading._recovered(searched, StorageSpec(str(tmp_path))) == []
+    assert leading._recovered(searched, CheckpointStore.open(tmp_path, "sweep")) == []
     assert [(report.time, report.value) for report in searched.trials[0].reports] == [(2, 1.0)]
 
 
@@ -625,7 +625,7 @@ def test_a_scheduler_of_a_later_start_decides_on_no_report_that_waited_for_none(
         write_outcome(run, Outcome(claimed.number, "completed", "a-flow-run", return_value={"loss": 0.1}))
     events = [decode_event(entry, "test") for entry in entries]
     searched = Search(search(**changes), space, 0, RecordedTrials(events, entries.append), "sweep")
-    goes_on = leading._recovered(searched, StorageSpec(str(tmp_path)))
+    goes_on = leading._recovered(searched, CheckpointStore.open(tmp_path, "sweep"))
     if has_completed:
         assert (searched.trials[0].state, searched.trials[0].metrics) == ("completed", {"loss": 0.1})
     elif "scheduler" in changes:
