@@ -57,13 +57,14 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     ]
     head = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor", f"--temp-dir={folder}"]
     ray = str(BIN / "ray")
-    # With a token in the user's home, `ray start --head` wants it from all, and `ray start --address` does not send it.
-    no_token = {"RAY_AUTH_MODE": "disabled"}
-    with program(folder / "head.txt", ray, "start", *head, *common, "--node-name=first", **no_token):
+    # With a token in the user's home, `ray start --head` wants it from all, and `ray start --address` does not send it. On a
+    # loaded machine the head may take longer than Ray's 5 s to answer.
+    variables = {"RAY_AUTH_MODE": "disabled", "RAY_gcs_rpc_server_connect_timeout_s": "60"}
+    with program(folder / "head.txt", ray, "start", *head, *common, "--node-name=first", **variables):
         address = f"{LOOPBACK}:{port}"
         wait_for_line(folder / "head.txt", "Ray runtime started")
         join = [ray, "start", f"--address={address}", *common, "--node-name=second"]
-        with program(folder / "second.txt", *join, **no_token) as second:
+        with program(folder / "second.txt", *join, **variables) as second:
             wait_for_line(folder / "second.txt", "Ray runtime started")
             yield address, second
 
