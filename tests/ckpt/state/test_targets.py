@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils import serialization
 
 
 def stored(store, state, ranks=1):
@@ -454,15 +455,15 @@ def test_a_default_device_of_torch_moves_neither_the_copy_nor_what_is_read(store
     assert torch.equal(target["list"][0], state["list"][0])
 
 
-def test_a_user_may_have_torch_map_the_files_that_it_loads(store, monkeypatch):
+def test_a_user_may_have_torch_map_the_files_that_it_loads(store):
     """torch maps files alone, and values are read from memory."""
-    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)
     _is_readable.cache_clear()
-    stored(store, {"tensor": torch.arange(30_000), "list": [(1, torch.ones(2))]}).load_state(
-        state := {"tensor": torch.zeros(30_000, dtype=torch.int64), "list": []}
-    )
+    with serialization.config.patch("load.mmap", True):
+        stored(store, {"tensor": torch.arange(30_000), "list": [(1, torch.ones(2))]}).load_state(
+            state := {"tensor": torch.zeros(30_000, dtype=torch.int64), "list": []}
+        )
+        assert _is_readable(torch.int64)
     assert (state["tensor"].tolist(), state["list"][0][1].tolist()) == ([*range(30_000)], [1, 1])
-    assert _is_readable(torch.int64)
 
 
 def test_reports_in_inference_mode_and_out_of_it_may_alternate(store):
