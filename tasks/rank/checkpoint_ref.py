@@ -33,8 +33,10 @@ class CheckpointRef:
             CheckpointNotFoundError: If the manifest is to be read, and there is no such checkpoint (any more).
 
         """
-        is_there = opened is not None and opened.spec == self.storage
-        store = opened.beside(self.run) if opened is not None and is_there else CheckpointStore.open(self.storage, self.run)
+        if opened is None or opened.spec != self.storage:
+            store = CheckpointStore.open(self.storage, self.run)
+        else:
+            store = opened.beside(self.run)
         if self.manifest is not None:
             return store.checkpoint(Manifest.decode(self.manifest, store.path_of(self.checkpoint_id)))
         return store.checkpoint(store.committed(self.checkpoint_id))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from prefect_torch.ckpt.runs.layout import Layout, is_run_name
+from prefect_torch.ckpt.runs.layout import is_run_name
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.sizes import find_size
@@ -19,4 +19,4 @@ def is_sweep(run: Run) -> bool:
 def trials_of(sweep: RunT) -> list[RunT]:
     """Return the runs of a sweep's trials, by name; one listing."""
     names = (f"{sweep.name}/{name}" for name in sorted(set(sweep.storage.folders(f"{sweep.name}/"))))
-    return [replace(sweep, layout=Layout(name), memory=ManifestMemory()) for name in names if is_run_name(name)]
+    return [replace(sweep.beside(name), memory=ManifestMemory()) for name in names if is_run_name(name)]

@@ -59,7 +59,7 @@ def show_best_trials(store: CheckpointStore, count: int, *, as_json: bool) -> No
     """Print the best trials, best first, with the newest checkpoint of each."""
     records = SweepRecords.read(store)
     found = [trial for trial in records.view.by_score() if trial.value is not None][:count]
-    newest = [CheckpointStore.open(store.storage, trial.run).latest() for trial in found]
+    newest = [store.beside(trial.run).latest() for trial in found]
     ids = [None if manifest is None else manifest.id for manifest in newest]
     if as_json:
         described = describe_trials(records, found)
