@@ -103,16 +103,22 @@ def test_a_cluster_whose_client_is_missing_is_refused_and_not_asked_again(monkey
     assert counts_against(caught.value) == "final"
 
 
+def begun_in_vain(cluster, reason):
+    """Return the threads that three gatherings have begun, each of which finds too few machines."""
+    with begun_threads() as begun:
+        for _ in range(3):
+            with (
+                pytest.raises(NotEnoughMachinesError, match=reason),
+                gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
+            ):
+                pass
+    return begun
+
+
 def test_a_port_that_is_taken_leaves_no_thread():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         cluster = Hosts(["a"], leader_address="127.0.0.1", leader_port=taken.getsockname()[1])
-        with begun_threads() as begun:
-            for _ in range(3):
-                with (
-                    pytest.raises(NotEnoughMachinesError, match="it is in use"),
-                    gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
-                ):
-                    pass
+        begun = begun_in_vain(cluster, "it is in use")
         assert not [it for it in begun if it.is_alive()]
 
 
@@ -127,13 +133,7 @@ class Refusing(Cluster):
 
 def test_a_cluster_that_refuses_leaves_the_leaders_port_free():
     cluster = Refusing(leader_address="127.0.0.1", leader_port=free_port())
-    with begun_threads() as begun:
-        for _ in range(3):
-            with (
-                pytest.raises(NotEnoughMachinesError, match="no room"),
-                gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())),
-            ):
-                pass
+    begun = begun_in_vain(cluster, "no room")
     assert begun
     wait_until(lambda: not any(it.is_alive() for it in begun), "the threads that accept end")
 
