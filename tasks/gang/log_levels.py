@@ -6,9 +6,10 @@ import re
 # Such as "WARNING:root:text", "2026-01-31 23:59:59,000 - name - ERROR - text", "[INFO] text"; and of torch and glog, with
 # or without a rank before it: "[rank0]:[W1122 20:41:00.123 file.cpp:1] text", "E1122 20:41:00.123 4711 file.py:1] text".
 _NAMED = re.compile(
-    r"^(?:\[[^]]*\]\s*){0,3}(?:\S*\d[\d:.,TZ+-]*\s+){0,3}(?:[-|:]\s+)?(?:[\w.]+\s+[-|:]\s+){0,2}"
+    r"^(?:\[[^]]*\]\s*){0,3}(?:\S*\d[:.,TZ+-]*\s+){0,3}(?:[-|:]\s+)?(?:[\w.]+\s+[-|:]\s+){0,2}"
     r"[\s\[(|:-]*(?P<level>DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b[\])]?[\s:|-]"
 )
+_LONGEST_PREFIX = 256  # of a line; a match may try a quadratic number of ways, in a lock that stops the whole process
 _LETTER = re.compile(r"^(?:\[rank\d+\]:\s*)?\[?(?P<level>[DIWEF])\d{4} \d\d:\d\d:\d\d")
 _TRACEBACK = re.compile(r"^(?:\[rank\d+\]:\s*)?(?:Traceback \(most recent call last\):|Fatal Python error: )")
 LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
@@ -26,7 +27,7 @@ class LineLevels:
         if _TRACEBACK.match(line):
             self._is_in_traceback = True
             return logging.ERROR
-        match = _NAMED.match(line) or _LETTER.match(line)
+        match = _NAMED.match(line[:_LONGEST_PREFIX]) or _LETTER.match(line)
         if match is not None:
             self._is_in_traceback = False
             return _BY_LETTER[match["level"][0]]

@@ -1,6 +1,7 @@
 """The level of a printed line."""
 
 import logging
+import time
 
 import pytest
 from prefect_torch.tasks.gang.log_levels import LineLevels
@@ -26,6 +27,13 @@ from prefect_torch.tasks.gang.log_levels import LineLevels
 )
 def test_a_line_has_the_level_that_it_begins_with(line, level):
     assert LineLevels().level_of(line) == level
+
+
+@pytest.mark.parametrize("line", [" ".join(["1" * 200] * 3), " ".join(["1," * 2000] * 2), f"1{' ' * 8000}", ",".join(["0"] * 4096)])
+def test_a_line_of_numbers_costs_next_to_nothing(line):
+    started_s = time.process_time()
+    assert LineLevels().level_of(f"{line} x") == logging.INFO
+    assert time.process_time() - started_s < 0.1
 
 
 def test_a_traceback_is_an_error_up_to_its_exception():
