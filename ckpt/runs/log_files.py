@@ -1,5 +1,6 @@
 """The output of the ranks of an attempt or an evaluation, in log files of the run."""
 
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from prefect_torch.ckpt.text import utc_now
 
 _PART_BYTES = 1 << 20
 _MOST_UNSTORED_PARTS = 64  # a storage that fails for long must not fill the memory
+_logger = logging.getLogger(__name__)
 _NAME = re.compile(r"rank-(?P<rank>[0-9]+)(\.(?P<part>[0-9]+))?\.log")
 
 
@@ -45,9 +47,15 @@ class LogFiles:
         self._changing = Lock()
 
     def remove_former(self) -> None:
-        """Remove the files of an earlier evaluation of the same checkpoint under the same name; costs a listing."""
+        """Remove the files of an earlier evaluation of the same checkpoint under the same name; costs a listing.
+
+        Where the storage refuses to delete them, they stay, with a warning: the new log has lines of theirs.
+        """
         if former := self._run.keys(self._folder):
-            self._run.storage.delete(former)
+            try:
+                self._run.storage.delete(former)
+            except PermissionError as exc:
+                _logger.warning("the log of an earlier evaluation stays among the lines of this one: %s", exc)
 
     def append(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines to a rank's log, with the time; nothing is stored before `flush`."""

@@ -149,7 +149,7 @@ def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
         enter_paths(function, is_elsewhere=is_elsewhere)
         return function
     run = _open_run(spec)
-    download_missing(spec.storage, spec.run, [run.layout.code(spec.working_dir.digest, spec.working_dir.evaluation)])
+    download_missing(spec.storage, spec.run, [spec.working_dir.key_in(run)])
     copy = held.enter_context(unpacked(spec.working_dir, run))
     function = within(function, spec.working_dir.root, copy)
     enter_paths(function, is_elsewhere=is_elsewhere)

@@ -7,6 +7,7 @@ import stat
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,11 +51,12 @@ class WorkingDirectory:
             StorageError, OSError: If the storage fails.
 
         """
-        key = run.layout.code(self.stored.sha256, self.stored.evaluation)
+        key = self.stored.key_in(run)
         there = run.keys(run.layout.codes(self.stored.evaluation))
         run.storage.put_bytes(key, self.archive)
         if former := set(there) - {key}:
-            run.storage.delete(former)  # the ranks of older attempts are fenced
+            with suppress(PermissionError):  # where nothing may be deleted; ranks go by the digest of theirs
+                run.storage.delete(former)  # the ranks of older attempts are fenced
 
 
 def pack_directory(directory: str | Path, storage: str, evaluation: str | None = None) -> WorkingDirectory:

@@ -65,6 +65,10 @@ class StoredDirectory:
     sha256: str
     evaluation: str | None = None
 
+    def key_in(self, run: Run) -> str:
+        """Return the archive's key in the storage of `run`."""
+        return run.layout.code(self.sha256, self.evaluation)
+
 
 @contextmanager
 def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
@@ -83,7 +87,7 @@ def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
     """
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
-    key = run.layout.code(directory.sha256, directory.evaluation)
+    key = directory.key_in(run)
 
     def download(_: str, path: Path) -> None:
         def download_once(storage: Storage) -> None:

@@ -55,6 +55,20 @@ def test_a_long_log_is_stored_in_parts_of_which_only_the_last_is_written_again(r
     assert max(size for _, size in put) <= 200
 
 
+def test_where_nothing_may_be_deleted_a_former_log_stays_with_a_warning(run, monkeypatch, caplog):
+    def delete(keys):
+        raise PermissionError("s3:DeleteObject is not allowed")
+
+    run.storage.put_bytes("run/logs/000001/rank-1.000000.log", b"when former\n")
+    monkeypatch.setattr(run.storage, "delete", delete)
+    files = LogFiles(run, run.layout.logs(1))
+    files.remove_former()
+    files.append(0, ["new"])
+    files.flush()
+    assert texts(run) == [("rank-0", "new"), ("rank-1", "former")]
+    assert "stays among the lines of this one: s3:DeleteObject is not allowed" in caplog.text
+
+
 def test_lines_survive_a_storage_that_fails_for_a_while(run, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 50)
     files = LogFiles(run, run.layout.logs(1))

@@ -88,6 +88,20 @@ def test_an_equal_directory_has_the_same_name_and_the_former_version_is_deleted(
     assert run.keys("run/code/") == [put[2]]
 
 
+def test_where_nothing_may_be_deleted_the_former_version_stays(project, spec, monkeypatch):
+    def delete(self, keys):
+        raise PermissionError("s3:DeleteObject is not allowed")
+
+    monkeypatch.setattr(LocalStorage, "delete", delete)
+    run = Run.open(spec, "run")
+    versions = []
+    for text in ("first", "changed"):
+        (project / "train.py").write_text(text)
+        versions.append(pack_directory(str(project), spec.url))
+        versions[-1].store(run)
+    assert sorted(run.keys("run/code/")) == sorted(version.stored.key_in(run) for version in versions)
+
+
 def test_what_a_kill_left_of_a_put_is_replaced(project, spec):
     run = Run.open(spec, "run")
     packed = pack_directory(str(project), spec.url)
