@@ -17,7 +17,7 @@ _LIBRARY = logging.getLogger("prefect_torch.ckpt")
 
 
 def get_run_logger() -> Logger:
-    """Return the logger of the innermost task run or flow run.
+    """Return the logger of the innermost task run or flow run, or the package's own outside of both, as in `plan`.
 
     Prefect's function of this name assigns the lines of a flow that was called by a task to that task, so that the page of the
     flow run lacks them.
@@ -25,7 +25,7 @@ def get_run_logger() -> Logger:
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if task is not None and flow is not None and flow.flow_run is not None and flow.flow_run.id != task.task_run.flow_run_id:
         return flow_run_logger(flow.flow_run, flow.flow)
-    return prefect.get_run_logger()
+    return logging.getLogger("prefect_torch") if flow is None and task is None else prefect.get_run_logger()
 
 
 @contextmanager

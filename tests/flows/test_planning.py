@@ -43,6 +43,15 @@ def stored(store):
     return {info.key: info.modified_s for info in store.storage.list("")}
 
 
+def test_what_a_training_would_warn_of_is_no_reason_not_to_begin(store, tmp_path, caplog):
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/data").symlink_to(tmp_path)
+    found = planned(store, working_dir=str(tmp_path / "project"))
+    assert found.would_begin, found.lines
+    assert line(found, "working_dir")[0] == "ok"
+    assert "data is left out" in caplog.text
+
+
 def test_a_plan_says_what_is_resumed_kept_and_pruned_and_changes_nothing(store):
     before = stored(store)
     best = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="loss", checkpoint_score_order="min")
