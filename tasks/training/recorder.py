@@ -1,7 +1,7 @@
 """Recording the reports and commits of an attempt: metric history, the hint to the latest checkpoint, retention."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -73,6 +73,7 @@ class RunRecorder:
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
         self._flush_backoff = Backoff()
+        self._is_closing = False
         self._renewing: Future[None] | None = None
         self._claim = ClaimRenewal(store, attempt)
         self._index = IndexWriter(store)
@@ -127,7 +128,8 @@ class RunRecorder:
         """Return once everything is stored and pruned."""
         for event in self._unrecorded.values():  # rank 0 died between the commit and the event of its report
             self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
-        self._write(self._history.close, "the metric history")
+        self._is_closing = True
+        wait([self._write(self._history.close, "the metric history")])  # a repair of the index that is under way ends before
         self._writer.shutdown()
         self._retention.finish(self._history.recorded)
 
@@ -137,7 +139,8 @@ class RunRecorder:
         self._flush_backoff = Backoff()  # only failures follow each other in ever longer pauses
 
     def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
-        if self._index.repair(listed):  # the rest after the writes submitted meanwhile, which must not wait for minutes
+        # The rest after the writes submitted meanwhile, which must not wait for minutes; or in the next attempt.
+        if self._index.repair(listed) and not self._is_closing:
             self._write(partial(self._repair_index, listed), "the index of manifests")
 
     def _write(self, write: Callable[[], None], what: str) -> "Future[None]":

@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks import RunConfig
@@ -189,6 +190,24 @@ def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
             recorder.record(CommitEvent(f"000001-{step:08d}-00000000", step, {}, 1, 0.1))
         recorder._writer.shutdown()
     assert len(told) == 1
+
+
+def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_attempt(tmp_path, monkeypatch, caplog):
+    repairs = []
+
+    def repair(_, listed):
+        repairs.append(listed)
+        time.sleep(0.3)  # longer than the recorder takes to be closed, unless it waits
+        return True
+
+    monkeypatch.setattr(IndexWriter, "repair", repair)
+    monkeypatch.setattr("prefect_torch.tasks.training.recorder.get_run_logger", lambda: logging.getLogger("run"))
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    with disable_run_logger():
+        recorder = RunRecorder(CheckpointStore.open(tmp_path, "run"), job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder.close()
+    assert len(repairs) == 1
+    assert not caplog.records
 
 
 def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_once_there_is_room(
