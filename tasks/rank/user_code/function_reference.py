@@ -24,7 +24,9 @@ _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
 
 
 def check_reference(reference: str, parameter: str = "train_fn") -> str:
-    """Return `reference`, with the path of a file made absolute; nothing is imported.
+    """Return `reference`, with the path of a file made absolute; its module is not imported.
+
+    Nor are the packages that it is in, unless one of them itself says where its modules are (`__path__`).
 
     Args:
         reference: "module:function" or "path/to/file.py:function".
@@ -57,9 +59,9 @@ def _find_module(name: str, given: str) -> Path | None:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # the process of a worker does not search its working directory
     try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as exc:
-        raise ValueError(f"{given}: module {name!r} cannot be found: {exc}") from exc
+        spec = _find_afresh(name) or importlib.util.find_spec(name)
+    except Exception as exc:  # a package that is imported may raise anything
+        raise ValueError(f"{given}: module {name!r} cannot be found: {type(exc).__name__}: {exc}") from exc
     if spec is None:
         raise ValueError(
             f"{given}: there is no module {name!r} in {Path.cwd()} or among the installed: give 'path/to/file.py:function', or "
@@ -199,14 +201,20 @@ def is_importable(module: ModuleType) -> bool:
 
 
 def _find_afresh(name: str) -> ModuleSpec | None:
-    """Find a module as a new interpreter would; `importlib.util.find_spec` would answer from `sys.modules`."""
+    """Find a module as a new interpreter would, without an import of its packages; None where they must be imported for that.
+
+    `importlib.util.find_spec` would answer from `sys.modules`.
+    """
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         full = ".".join(parts[:depth])
         path = None if spec is None else spec.submodule_search_locations
         found = (finder.find_spec(full, path, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
-        spec = next((candidate for candidate in found if candidate is not None), None)
+        try:
+            spec = next((candidate for candidate in found if candidate is not None), None)
+        except KeyError:  # a namespace package in another one, whose path is looked up among the imported modules
+            return None
         if spec is None:
             return None
     return spec

@@ -175,6 +175,31 @@ def test_a_reference_is_looked_up_but_not_imported(folder):
     assert "user_training" not in sys.modules
 
 
+def test_the_packages_of_a_reference_are_not_imported(folder):
+    """They may import for seconds, initialize a GPU, or need what only ranks have."""
+    (folder / "pkg/sub").mkdir(parents=True)
+    (folder / "pkg/__init__.py").write_text("raise KeyError('only ranks have it')")
+    (folder / "pkg/sub/__init__.py").touch()
+    (folder / "pkg/sub/training.py").write_text("def train_fn(config): pass")
+    pack_function("pkg.sub.training:train_fn", None)
+    with pytest.raises(ValueError, match=r"'pkg\.training' cannot be found: KeyError: 'only ranks have it'"):
+        pack_function("pkg.training:train_fn", None)
+    assert not [name for name in sys.modules if name.partition(".")[0] == "pkg"]
+
+
+@pytest.mark.parametrize("has_own_path", [False, True])
+def test_a_module_is_found_where_only_an_import_of_its_packages_shows_it(folder, has_own_path):
+    """In a directory without __init__.py in another one, or where a package says."""
+    (folder / "outer/inner").mkdir(parents=True)
+    (folder / "outer/elsewhere").mkdir()
+    if has_own_path:
+        (folder / "outer/inner/__init__.py").write_text("__path__.append(__path__[0] + '/../elsewhere')")
+    (folder / ("outer/elsewhere" if has_own_path else "outer/inner") / "training.py").write_text("def train_fn(config): pass")
+    pack_function("outer.inner.training:train_fn", None)
+    for name in ("outer.inner", "outer"):
+        sys.modules.pop(name, None)
+
+
 def test_a_module_in_a_zip_archive_is_found(folder, monkeypatch):
     """As those of a zipapp are."""
     with zipfile.ZipFile(folder / "code.zip", "w") as archive:
