@@ -73,7 +73,7 @@ class Gathering:
             self.expect(name)
         try:
             self._launchers.append((AgentLauncher(command, self.key, partial(self._fail_all, names)), names))
-        except OSError as exc:  # no descriptor, process or thread is left for the moment
+        except (OSError, RuntimeError) as exc:  # no descriptor, process or thread is left for the moment
             self._fail_all(names, f"its command cannot be started: {exc}")
 
     def expect(self, name: str) -> None:

@@ -78,7 +78,7 @@ def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: 
         return function({} if config is None else config)
     if config:
         raise TypeError(
-            f"config is given but {function.__name__}() takes no argument: leave config out, or let the function take it"
+            f"config is given but {name_of(function)}() takes no argument: leave config out, or let the function take it"
         )
     return function()
 

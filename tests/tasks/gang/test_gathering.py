@@ -298,11 +298,12 @@ def fails(error):
     return fail
 
 
-def test_a_command_that_cannot_be_started_is_a_machine_that_does_not_come(monkeypatch):
-    monkeypatch.setattr(gathering_module, "AgentLauncher", fails(OSError(errno.EMFILE, "Too many open files")))
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")])
+def test_a_command_that_cannot_be_started_is_a_machine_that_does_not_come(monkeypatch, error):
+    monkeypatch.setattr(gathering_module, "AgentLauncher", fails(error))
     cluster = Hosts(["a"], leader_address="127.0.0.1")
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
-        assert gathering.missing() == ["a: its command cannot be started: [Errno 24] Too many open files"]
+        assert gathering.missing() == [f"a: its command cannot be started: {error}"]
 
 
 def test_a_rank_that_an_agent_cannot_start_says_why():
