@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import prefect
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.exceptions import MissingContextError
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.logging.loggers import flow_run_logger
 
@@ -25,7 +26,10 @@ def get_run_logger() -> Logger:
     flow, task = FlowRunContext.get(), TaskRunContext.get()
     if task is not None and flow is not None and flow.flow_run is not None and flow.flow_run.id != task.task_run.flow_run_id:
         return flow_run_logger(flow.flow_run, flow.flow)
-    return logging.getLogger("prefect_torch") if flow is None and task is None else prefect.get_run_logger()
+    try:
+        return prefect.get_run_logger()
+    except MissingContextError:
+        return logging.getLogger("prefect_torch")
 
 
 @contextmanager

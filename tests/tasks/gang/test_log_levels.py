@@ -29,7 +29,9 @@ def test_a_line_has_the_level_that_it_begins_with(line, level):
     assert LineLevels().level_of(line) == level
 
 
-@pytest.mark.parametrize("line", [" ".join(["1" * 200] * 3), " ".join(["1," * 2000] * 2), f"1{' ' * 8000}", ",".join(["0"] * 4096)])
+@pytest.mark.parametrize(
+    "line", [" ".join(["1" * 200] * 3), " ".join(["1," * 2000] * 2), f"1{' ' * 8000}", ",".join(["0"] * 4096)]
+)
 def test_a_line_of_numbers_costs_next_to_nothing(line):
     started_s = time.process_time()
     assert LineLevels().level_of(f"{line} x") == logging.INFO
