@@ -115,7 +115,12 @@ def lead_training(
         notified = Observers(observers)
         try:
             with outlast_api_outages():
-                return released(led(job, notified, termination, restarts, gpus, machines))
+                try:
+                    return released(led(job, notified, termination, restarts, gpus, machines))
+                finally:  # before the wait for Prefect's API: others may wait for them
+                    gpus.release()
+                    if machines is not None:
+                        machines.close()
         except FencedError:
             if (state := state_if_continued(job.store)) is None:
                 raise
@@ -126,7 +131,4 @@ def lead_training(
                 _record_termination(termination.outcome)
             raise
         finally:
-            gpus.release()
-            if machines is not None:
-                machines.close()
             notified.close()

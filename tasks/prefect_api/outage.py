@@ -42,6 +42,7 @@ _OF_KEY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 NO_ANSWER = (httpx.HTTPError, ValueError)
 
 _keeper: ContextVar[ServerKeeper] = ContextVar("keeper")
+_unreached: ContextVar[set[str | None]] = ContextVar("unreached")  # flow runs for which a body has waited in vain
 
 
 @contextmanager
@@ -56,6 +57,7 @@ def outlast_api_outages() -> Iterator[None]:
     dies is started again; there is no wait for one that does not start. Within another such body, such as a trial within
     its sweep, the settings and the server are the outer one's, and after less than a second the API is not checked: it answered
     when the inner flow run began, whose final state is proposed with the outer one's retries.
+    Where one body of a flow run has waited in vain, none around it waits again.
     """
     outer = _keeper.get(None)
     if outer is not None:
@@ -66,12 +68,13 @@ def outlast_api_outages() -> Iterator[None]:
         # The log worker keeps its first settings: it ends here, and another starts before a thread with other settings logs.
         APILogWorker.instance().drain()
         APILogWorker.instance()
-        token = _keeper.set(keeper)
+        token, unreached = _keeper.set(keeper), _unreached.set(set())
         try:
             with _api_answers_after(keeper):
                 yield
         finally:
             _keeper.reset(token)
+            _unreached.reset(unreached)
 
 
 def repeat_without_database() -> AbstractContextManager[None]:
@@ -160,10 +163,13 @@ def _api_answers_after(keeper: ServerKeeper, unless_within_s: float = 0.0) -> It
 
 
 def _wait_for_api(keeper: ServerKeeper) -> None:
-    deadline_s = time.monotonic() + _LONGEST_S
+    deadline_s, unreached = time.monotonic() + _LONGEST_S, _unreached.get()
     is_logged = False
+    if flow_run.id in unreached:
+        return
     while (error := _outage()) is not None and time.monotonic() < deadline_s:
         if keeper.has_given_up:
+            unreached.add(flow_run.id)
             get_run_logger().error(
                 "the training has ended, but Prefect's embedded server died and does not start again, so Prefect cannot record "
                 "the final state; everything is in the run's storage, for Result.from_storage(storage, run) and the next start"
@@ -177,6 +183,8 @@ def _wait_for_api(keeper: ServerKeeper) -> None:
             )
             is_logged = True
         time.sleep(_POLL_S)
+    if error is not None:
+        unreached.add(flow_run.id)
 
 
 def _outage() -> Exception | None:

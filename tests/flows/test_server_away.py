@@ -27,6 +27,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 from prefect_servers import PrefectServer, Proxy, postgres, postgres_program, rows, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, SearchConfig, grid, sweep, train
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.prefect_api import outage as api_outage
 from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper
 from prefect_torch.tasks.prefect_api.outage import is_outage, outlast_api_outages
@@ -355,8 +356,10 @@ def test_an_embedded_server_that_does_not_start_again_is_not_waited_for(monkeypa
     monkeypatch.setattr(api_outage, "_outage", lambda: ConnectionRefusedError(111, "refused"))
     keeper = ServerKeeper()
     keeper.has_given_up = True
+    unreached = api_outage._unreached.set(set())
     with disable_run_logger():
         api_outage._wait_for_api(keeper)
+    api_outage._unreached.reset(unreached)
     assert is_outage(httpx.ConnectError("refused"))
     token = api_outage._keeper.set(keeper)
     assert not is_outage(httpx.ConnectError("refused"))
@@ -379,6 +382,17 @@ def test_an_api_that_stays_away_is_given_up(monkeypatch, caplog):
             return "ended"
 
     assert end() == "ended"
+
+
+def test_an_api_that_stays_away_is_waited_for_once_without_the_gpus_of_the_training(tmp_path, monkeypatch):
+    """Nor its machines: others may wait for them."""
+    order = []
+    monkeypatch.setattr(api_outage, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(api_outage, "_outage", lambda: order.append("asked") or ConnectionRefusedError(111, "refused"))
+    monkeypatch.setattr(api_outage, "_JUST_NOW_S", 0.0)
+    monkeypatch.setattr(GpuAllocation, "release", lambda _: order.append("released"))
+    train("sweep_trainings:climb", {"lr": 0.3, "epochs": 1}, run=RunConfig(storage=tmp_path))
+    assert order == ["released", "asked"]
 
 
 def test_ranks_commit_on_and_restart_while_the_server_is_away(outage):
