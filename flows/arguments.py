@@ -21,6 +21,7 @@ from prefect_torch.flows.run_names import digest_of
 from prefect_torch.tasks import RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
+from prefect_torch.tasks.gang.gpus.listing import Gpu
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.liveness import flow_runs_from
@@ -28,25 +29,30 @@ from prefect_torch.tasks.training.liveness import flow_runs_from
 _PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 
 
-def gpus_for(scaling: ScalingConfig) -> GpuAllocation:
+def gpus_for(scaling: ScalingConfig, pool: list[Gpu] | None = None) -> GpuAllocation:
     """Return the GPUs that ranks need, without taking them yet.
+
+    Args:
+        scaling: The ranks.
+        pool: The GPUs of this machine; None to list them, which takes seconds.
 
     Raises:
         ValueError: If this machine has fewer GPUs than ranks, or `regrow_after_s` is given without a cluster.
 
     """
-    gpus = gpus_of(scaling, f"flow run {flow_run.name}", scaling.wait_for_gpus_s)
+    gpus = gpus_of(scaling, f"flow run {flow_run.name}", scaling.wait_for_gpus_s, pool)
     gpus.check()
     return gpus
 
 
-def gpus_of(scaling: ScalingConfig, owner: str, wait_s: float | None) -> GpuAllocation:
+def gpus_of(scaling: ScalingConfig, owner: str, wait_s: float | None, pool: list[Gpu] | None = None) -> GpuAllocation:
     """Return the GPUs that ranks need of this machine, none with a cluster.
 
     Args:
         scaling: The ranks.
         owner: As for a GpuAllocation.
         wait_s: As for a GpuAllocation.
+        pool: As for a GpuAllocation.
 
     Raises:
         ValueError: If `regrow_after_s` is given without a cluster.
@@ -59,7 +65,7 @@ def gpus_of(scaling: ScalingConfig, owner: str, wait_s: float | None) -> GpuAllo
         )
     if not scaling.use_gpu or scaling.cluster is not None:
         return GpuAllocation(0, wait_s, owner)
-    return GpuAllocation(scaling.most_workers, wait_s, owner, fewest=scaling.fewest_workers)
+    return GpuAllocation(scaling.most_workers, wait_s, owner, pool, fewest=scaling.fewest_workers)
 
 
 def show_ranks(scaling: ScalingConfig) -> str:

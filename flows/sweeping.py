@@ -267,9 +267,9 @@ def _training(
 ) -> tuple[Training, str]:
     """Return the training that all trials share, and the function's name, or its location if trials run in a deployment."""
     storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
-    working_dir = None
+    working_dir, gpus = None, []
     if trials_on is None:
-        gpus_for(scaling)
+        gpus = gpus_for(scaling).check()  # listed once, for all trials
         if run.working_dir is not None:  # once, so that all trials run the same code
             working_dir = pack_directory(run.working_dir, storage.url)
         function = pack_function(train_fn, {}).name
@@ -285,6 +285,7 @@ def _training(
         checkpoint or CheckpointConfig(),
         failure,
         working_dir,
+        gpus,
     )
     return training, function
 

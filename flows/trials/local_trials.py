@@ -28,6 +28,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, status_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
+from prefect_torch.tasks.gang.gpus.listing import Gpu
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.prefect_api.final_state import call_for_result, completed
@@ -75,6 +76,7 @@ class _Given:
 
     job: TrainJob
     running: _Running
+    gpus: list[Gpu]
     heartbeat_s: float | None
     metrics: list[str]
     state: Callable[[], TrialState]
@@ -96,7 +98,7 @@ def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's
     given = _given.get()
     given.running.flow_run_id = flow_run.id
     job = given.job
-    gpus, machines = gpus_for(job.scaling), machines_for(job.scaling)
+    gpus, machines = gpus_for(job.scaling, given.gpus), machines_for(job.scaling)
     setup = Setup(portable_storage(job.run_config, job.storage), config, describe_machine())
     with heartbeats(given.heartbeat_s):
         pages = PageObserver(job, setup, GpuMonitor(lambda: gpus.uuids), backoff=Backoff(delay_s=_SHORT_S))
@@ -187,7 +189,8 @@ class LocalTrials:
         number, run, config = running.trial.number, running.trial.run, self._training.config_of(running.trial)
         decisions = TrialDecisions(self._search, self._sweep, number, run)
         job = self._training.job_of(running.trial, self._sweep.beside(run), decisions)
-        _given.set(_Given(job, running, self._heartbeat_s, self._search.metrics, lambda: self._search.trials[number].state))
+        gpus, metrics = self._training.gpus, self._search.metrics
+        _given.set(_Given(job, running, gpus, self._heartbeat_s, metrics, lambda: self._search.trials[number].state))
         without_heartbeats = settings_with({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None})
         assert self._clients is not None
         running.is_requested = True

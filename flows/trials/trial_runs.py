@@ -1,7 +1,7 @@
 """The common parts of trials' runs, wherever they run: their training, their decisions, and the interface to the sweep."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect_torch.ckpt import CheckpointStore, StorageSpec
@@ -14,6 +14,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import count_reports
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.gpus.listing import Gpu
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.tracebacks import first_line
@@ -35,6 +36,7 @@ class Training:
         checkpoint: Which checkpoints each trial keeps.
         failure: How often each trial is restarted.
         working_dir: The directory whose copy the ranks of every trial run in; None for the sweep's own.
+        gpus: The GPUs of this machine, if it trains on them.
 
     """
 
@@ -46,6 +48,7 @@ class Training:
     checkpoint: CheckpointConfig
     failure: FailureConfig
     working_dir: WorkingDirectory | None = None
+    gpus: list[Gpu] = field(default_factory=list)
 
     def config_of(self, trial: TrialRecord) -> dict[str, Any]:
         """Return the config of a trial's function."""

@@ -22,7 +22,7 @@ from prefect_torch.flows import (
     sweep,
     train,
 )
-from prefect_torch.tasks.gang.gpus import locks
+from prefect_torch.tasks.gang.gpus import allocation, locks
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -126,13 +126,17 @@ def test_a_training_waits_for_the_gpus_of_another(other, run, caplog):
     assert process.wait(60) == 0
 
 
-def test_trials_at_once_have_a_gpu_each_and_one_too_many_waits(run, tmp_path):
+def test_trials_at_once_have_a_gpu_each_and_one_too_many_waits(run, tmp_path, monkeypatch):
+    """The GPUs are listed once for all of them, which takes seconds."""
+    listings, list_gpus = [], allocation.list_gpus
+    monkeypatch.setattr(allocation, "list_gpus", lambda wait: listings.append(list_gpus(wait)) or listings[-1])
     (folder := tmp_path / "held").mkdir()
     search = SearchConfig(metric="loss", max_concurrent=3)
     scaling = ScalingConfig(num_workers=1, use_gpu=True)
     found = sweep("gpu_trainings:hold_gpu", {"x": grid([1, 2, 3, 4])}, {"folder": str(folder)}, search, scaling, run)
     assert found.errors == {}
     assert {trial.metrics["gpu"] for trial in found.trials} == {0, 1}
+    assert len(listings) == 1
 
 
 def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):

@@ -72,8 +72,14 @@ class GpuAllocation:
         """The variables with which a process sees these GPUs, in the order of the ranks, and no others."""
         return {gpu.variable: ",".join(it.choice for it in self._taken.values()) for gpu in self._taken.values()}
 
-    def check(self) -> None:
-        """Raise ValueError unless this machine has enough GPUs, free or not, and RuntimeError if torch cannot list them."""
+    def check(self) -> list[Gpu]:
+        """Return the GPUs of this machine if it has enough of them, free or not.
+
+        Raises:
+            ValueError: If it has fewer.
+            RuntimeError: If torch cannot list them.
+
+        """
         pool = self._gpus()
         if len(pool) < self._fewest:
             given = self._count if self._fewest == self._count else (self._fewest, self._count)
@@ -84,6 +90,7 @@ class GpuAllocation:
                 f"and this machine has {len(pool)}{why}; "
                 "lower num_workers or give use_gpu=False"
             )
+        return pool
 
     def take(self, raise_if_requested: Callable[[], None]) -> None:
         """Wait until enough GPUs are free, then take all of them together; those that are taken already stay so.
