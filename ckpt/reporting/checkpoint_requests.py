@@ -17,6 +17,7 @@ _SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, cos
 _SPAN_QUESTIONS = 16  # a loop that suddenly becomes slow receives a request late by at most this many of its steps
 _BLOCK = 1024  # answers without a report until ranks tell that they have read them: some 17 s of a very quick loop
 _DELETED_AT_ONCE = 2  # of read answers, at each new one: a thousand at once would stall a step
+_ASK_EQUALLY = "every rank must call should_checkpoint() equally often"
 
 
 class Answers:
@@ -147,8 +148,8 @@ class CheckpointRequests:
             self._round = self._rounds.number
         ends_block = self._answers.add(topic)
         if self._peers.rank != 0:
-            decision = self._peers.decision(topic, unless=self._rounds.next_begun).decode()
-            answer, num_questions, num_read = decision.split()
+            decision = self._peers.decision(topic, unless=self._rounds.next_begun, reason=_ASK_EQUALLY)
+            answer, num_questions, num_read = decision.decode().split()
             self._answers.release_blocks(int(num_read))
             if ends_block:
                 self._answers.note_block(topic)

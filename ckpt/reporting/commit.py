@@ -32,6 +32,8 @@ from .rank_part import CommitJob, RankPart, StagedReport, decode_parts, store_pa
 
 _logger = logging.getLogger(__name__)
 
+_ALL_STORE = "a commit takes until every rank has stored its files"
+
 
 class RankCommits:
     """The commits of one rank in one attempt, immediate or in the background: in order, each continuing the previous one.
@@ -161,7 +163,7 @@ def commit(run: Run, peers: Peers, job: CommitJob) -> Manifest | None:
             _remove("garbage", lambda: collect_garbage(run))
             peers.decide(room, b"")
         else:
-            peers.decision(room)
+            peers.decision(room, reason="it removes garbage, since the storage is full")
     try:
         return _try_commit(run, peers, job, f"{topic}/again")
     except StorageFullError:
@@ -183,11 +185,11 @@ def _discard(run: Run, checkpoint_id: str) -> None:
 
 
 def _try_commit(run: Run, peers: Peers, job: CommitJob, topic: str) -> Manifest | None:
-    parts = peers.exchange(f"{topic}/files", store_part(run, job, peers.rank))
+    parts = peers.exchange(f"{topic}/files", store_part(run, job, peers.rank), reason=_ALL_STORE)
     decided = f"{topic}/commit"
     job.decided.append(decided)
     if parts is None:
-        data = peers.decision(decided)
+        data = peers.decision(decided, reason=_ALL_STORE)
         peers.forget_message(f"{topic}/files")
         raise_error(data)
         return None

@@ -137,7 +137,8 @@ class Decisions:
         if self._peers.rank == 0:
             count = self._points.reports_before + num_reports
             self._events.send(DecisionRequest(number, step, count, metrics, checkpoint))
-        verdict = Verdict(**json.loads(self._peers.decision(_topic(number))))
+        reason = "it records whether the training goes on before it answers"
+        verdict = Verdict(**json.loads(self._peers.decision(_topic(number), by="the leader", reason=reason)))
         self._peers.forget_reading(_topic(number - 1))  # as in `answer`
         self._points = replace(self._points, milestone=verdict.milestone)
         if not verdict.goes_on:

@@ -23,6 +23,7 @@ _SILENT_S = 30.0  # how long a rank waits for others before it logs a warning, a
 _RANKS_PER_POLL_S = 1000  # all ranks wait for rank 0 concurrently, and one process answers them
 _MOST_LISTED = 8  # the number of ranks that left and are named in an error
 _ALL_LEFT = "all left"
+_REPORTS_EQUALLY = "every rank must call report() equally often"
 
 
 class _LongWait:
@@ -72,6 +73,7 @@ class Peers:
         mine: bytes,
         meanwhile: Callable[[], None] | None = None,
         merge: Callable[[Sequence[bytes]], bytes] | None = None,
+        reason: str = _REPORTS_EQUALLY,
     ) -> list[bytes] | None:
         """Send `mine` to rank 0 and return there the messages of all ranks, by rank; other ranks return None immediately.
 
@@ -80,6 +82,7 @@ class Peers:
             mine: This rank's message.
             meanwhile: Called on rank 0 before it waits for late ranks, and not called if none is late.
             merge: Merges the messages of a machine into one, where they are aggregated; rank 0 then returns the merged ones.
+            reason: Why a rank may be late, or what it has to do, for the warning of a long wait.
 
         """
         self._send(topic, mine, merge or pack)
@@ -93,7 +96,7 @@ class Peers:
         sent: list[bytes] | None = None
         if keys and meanwhile is not None and (sent := self._try_get(keys, _LATE_S)) is None:
             meanwhile()
-        sent = sent or self._wait(keys, topic)
+        sent = sent or self._wait(keys, topic, reason)
         if node is None:
             return [mine, *sent]
         return sent if merge is not None else [message for packed in sent for message in unpack(packed)]
@@ -104,24 +107,27 @@ class Peers:
             self._key_value.set(topic, decision)
         return decision
 
-    def decision(self, topic: str, *, unless: str | None = None) -> bytes:
-        """Return the decision of rank 0.
+    def decision(self, topic: str, *, unless: str | None = None, by: str = "rank 0", reason: str = _REPORTS_EQUALLY) -> bytes:
+        """Return the decision of rank 0, or of the leader.
 
         Args:
             topic: The topic of the decision.
             unless: The topic that rank 0 would set instead of deciding; then this raises ReportMismatchError.
+            by: Who decides, for the warning of a long wait.
+            reason: Why the decision may be late, or what the ranks have to do, for that warning.
 
         """
+        wait = partial(self._wait, [topic], topic, reason, by, unless)
         if self._node is None:
-            return self._wait([topic], topic, unless)[0]
+            return wait()[0]
         try:
             takes_reading = self._node.takes_reading(topic)
         except ConnectionError:
-            return self._wait([topic], topic, unless)[0]
+            return wait()[0]
         if not takes_reading:
-            return self._wait([topic], topic, unless, partial(self._listen_in_node, self._node, topic))[0]
+            return wait(partial(self._listen_in_node, self._node, topic))[0]
         self._read_for_node.add(topic)
-        (decision,) = self._wait([topic], topic, unless)
+        (decision,) = wait()
         with suppress(ConnectionError):  # the other ranks see it, too, and read for themselves
             self._node.hand_on(topic, decision)
         return decision
@@ -134,7 +140,7 @@ class Peers:
     def scattered(self, topic: str) -> bytes:
         """Return rank 0's message for this rank, and delete it."""
         key = f"{topic}/{self.rank}"
-        (part,) = self._wait([key], topic)
+        (part,) = self._wait([key], topic, _REPORTS_EQUALLY, "rank 0")
         self._key_value.delete(key)
         return part
 
@@ -229,12 +235,14 @@ class Peers:
         self,
         keys: Sequence[str],
         topic: str,
+        reason: str,
+        by: str | None = None,
         unless: str | None = None,
         listen: Callable[[], list[bytes] | None] | None = None,
     ) -> list[bytes]:
         if not keys:
             return []
-        long_wait = _LongWait(lambda waited_s: self._warn_of(keys, topic, waited_s))
+        long_wait = _LongWait(lambda waited_s: self._warn_of(topic, by or self._late(keys), reason, waited_s))
         listen = listen or partial(self._try_get, keys, self._poll_s)
         while True:
             if (values := listen()) is not None:
@@ -255,14 +263,15 @@ class Peers:
         except TimeoutError:
             return None
 
-    def _warn_of(self, keys: Sequence[str], topic: str, waited_s: float) -> None:
-        late = [key.rpartition("/")[2] for key in keys if not self._key_value.check(key)] if self.rank == 0 else ["0"]
-        whom = f"rank {show_some(late)}"
-        if self._node is not None and self.rank == 0:
-            whom = f"a rank of {show_some(late)}"
+    def _late(self, keys: Sequence[str]) -> str:
+        """As rank 0, return the ranks whose messages are missing, in words."""
+        late = show_some([key.rpartition("/")[2] for key in keys if not self._key_value.check(key)])
+        return f"rank {late}" if self._node is None else f"a rank of {late}"
+
+    def _warn_of(self, topic: str, whom: str, reason: str, waited_s: float) -> None:
         _logger.warning(
-            "rank %d has waited %g s in %s for %s, and still waits: every rank must call report() equally often",
-            *(self.rank, waited_s, topic.replace("/", " "), whom),
+            "rank %d has waited %g s in %s for %s, and still waits: %s",
+            *(self.rank, waited_s, topic.replace("/", " "), whom, reason),
         )
 
     def _warn_of_running(self, waited_s: float) -> None:

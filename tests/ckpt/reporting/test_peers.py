@@ -2,11 +2,14 @@ import threading
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt.reporting import commit
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, answer
+from prefect_torch.ckpt.reporting.events import EventSender
 from prefect_torch.ckpt.reporting.exchange import peers
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
-from ranks import Attempt
+from ranks import Attempt, folder
 
 
 @pytest.fixture
@@ -54,6 +57,58 @@ def test_each_warning_of_a_wait_says_how_long_it_is_by_now(tmp_path, warnings, m
 
     assert Attempt(CheckpointStore.open(tmp_path, "run"), 2).run(train_fn) == [None, None]
     assert [line.partition(" in ")[0] for line in lines[:2]] == ["rank 0 has waited 0.02 s", "rank 0 has waited 0.22 s"]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_waits_while_another_one_stores_says_so(tmp_path, monkeypatch, slow):
+    exchanged = "commit" if slow == 0 else "files"
+    line = f"rank {1 - slow} has waited 0.1 s in report 1 {exchanged} for rank {slow}, and still waits: a commit takes until "
+    told, store_part = threading.Event(), commit.store_part
+
+    def record(*said):  # a rank may also be late to its report
+        if (said[0] % said[1:]).startswith(line):
+            told.set()
+
+    def store_slowly(run, job, rank):
+        assert rank != slow or told.wait(20)
+        return store_part(run, job, rank)
+
+    monkeypatch.setattr(peers, "_SILENT_S", 0.1)
+    monkeypatch.setattr(peers._logger, "warning", record)
+    monkeypatch.setattr(commit, "store_part", store_slowly)
+
+    def train_fn(session, rank):
+        session.report({}, folder(tmp_path / "files", model="weights") if rank == slow else None)
+
+    assert Attempt(CheckpointStore.open(tmp_path, "run"), 2).run(train_fn) == [None, None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_the_leader_says_so(warnings, rank):
+    lines, told = warnings
+    shared = MemoryKeyValue()
+
+    def lead():
+        assert told.wait(20)
+        answer(shared, 0, Verdict(goes_on=True))
+
+    leader = threading.Thread(target=lead, daemon=True)
+    leader.start()
+    Decisions(Peers(shared, rank, 2), EventSender(shared), DecisionPoints()).follow(1, 1, {}, None)
+    leader.join(20)
+    assert lines[0].startswith(f"rank {rank} has waited 0.1 s in decision 0 for the leader, and still waits: it records ")
+
+
+def test_a_rank_that_waits_for_an_answer_says_what_every_rank_must_call(tmp_path, warnings):
+    lines, told = warnings
+
+    def train_fn(session, rank):
+        if rank == 0:
+            assert told.wait(20)
+        session.context.should_checkpoint()
+
+    assert Attempt(CheckpointStore.open(tmp_path, "run"), 2).run(train_fn) == [None, None]
+    assert lines[0].endswith(" for rank 0, and still waits: every rank must call should_checkpoint() equally often")
 
 
 def test_the_first_rank_that_returned_names_those_that_have_not(tmp_path, warnings, monkeypatch):
