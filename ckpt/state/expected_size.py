@@ -33,10 +33,16 @@ def expected_bytes(sizes: Iterable[int], world_size: int) -> int:
 
 
 def prepare_for_loaded(index: StateIndex, rank: int, world_size: int) -> None:
-    """Prepare memory for a state like the one that this rank has loaded."""
+    """Prepare memory for a state like the stored one, of which this rank has loaded at least a part.
+
+    A part may be all that the training needs of it, as of a model that is only used. So this takes at most half of the memory
+    that `watch_steps` was given.
+    """
     whole = [_bytes_of(entry) for name, entry in index.tensors.items() if rank_of(name) is None]
     own = [_bytes_of(entry) for name, entry in index.tensors.items() if rank_of(name) == rank]
-    spare_memory.prepare(expected_bytes(whole, world_size) + expected_bytes(own, 1))
+    size = expected_bytes(whole, world_size) + expected_bytes(own, 1)
+    if spare_memory.available_bytes is None or size <= spare_memory.available_bytes() // 2:
+        spare_memory.prepare(size)
 
 
 def note_module(module: torch.nn.Module) -> None:
@@ -55,6 +61,7 @@ def watch_steps(available_bytes: Callable[[], int]) -> None:
         available_bytes: Returns how much memory this rank can take.
 
     """
+    spare_memory.available_bytes = available_bytes
     stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
     is_over = False
 

@@ -4,6 +4,7 @@ The first copy into untouched pages takes ten times as long as a later one.
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -65,13 +66,14 @@ class SpareMemory:
 _lock = threading.Lock()
 _is_expected = False
 kept: SpareMemory | None = None  # until the first report
+available_bytes: Callable[[], int] | None = None  # how much this rank can take; None where it is unknown
 
 
 def expect_reports(*, expected: bool) -> None:
     """Set whether this process may report states: if not, no memory is kept for them."""
-    global _is_expected  # noqa: PLW0603 - a rank is a process
+    global _is_expected, available_bytes
     with _lock:
-        _is_expected = expected
+        _is_expected, available_bytes = expected, None
     if not expected:
         release()
 

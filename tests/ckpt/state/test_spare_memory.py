@@ -180,6 +180,18 @@ def test_steps_prepare_no_more_than_a_quarter_of_the_available_memory(store, pre
     assert not prepared
 
 
+@pytest.mark.parametrize("available", [1, 3])
+def test_a_load_prepares_no_more_than_half_of_the_available_memory(store, prepared, available):
+    state = {"model": torch.nn.Linear(4, 4), "large": torch.ones(4 * MIB)}
+    with in_training(Attempt(store).session()) as session:
+        session.report({}, state=state)
+    attempt = Attempt(store)
+    with as_rank(attempt.session()):
+        expected_size.watch_steps(lambda: available * 16 * MIB)
+        attempt.restored.load_state({"model": state["model"]})  # its size does not tell that of the optimizer to come
+    assert len(prepared) == (available > 2)
+
+
 def test_a_report_of_a_directory_gives_the_memory_back(store, tmp_path):
     with in_training(Attempt(store).session()) as session:
         spare_memory.prepare(16 * MIB)
