@@ -85,7 +85,8 @@ def _sizes(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[int]:
         modules = [*_modules]
     tensors = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
     tensors += [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    yield from ({id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors}).values()
+    known = [tensor for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]  # a part that no step has run yet
+    yield from ({id(tensor): tensor.numel() * tensor.element_size() for tensor in known}).values()
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

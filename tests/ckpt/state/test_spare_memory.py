@@ -169,6 +169,19 @@ def test_the_second_step_of_an_optimizer_prepares_memory_for_all_that_have_stepp
         assert spare._memory is None, "the report has staged elsewhere"
 
 
+def test_an_optimizer_steps_while_a_part_of_its_model_is_not_initialized(store, prepared):
+    model = torch.nn.ModuleList([torch.nn.Linear(1000, 2000), torch.nn.LazyLinear(10), torch.nn.LazyBatchNorm1d()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected_size.note_module(model)
+    with as_rank(Attempt(store).session()):
+        expected_size.watch_steps(lambda: 2**40)
+        for _ in range(2):
+            model[0](torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+    (spare,) = prepared
+    assert 8_008_000 < spare.size < 8_008_000 + MIB
+
+
 def test_steps_prepare_no_more_than_a_quarter_of_the_available_memory(store, prepared):
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
