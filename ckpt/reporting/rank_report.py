@@ -96,9 +96,9 @@ class Report:
             OSError: If the reported directory is gone, or cannot be written to; nothing needs to be sent then.
 
         """
-        state = None if self.snapshot is None else self.snapshot.describe()
         adopted = self._adopted_directory()
-        directory = "" if adopted is None or among is None else identity_of(adopted, among)  # last: no error follows it
+        directory = "" if adopted is None or among is None else identity_of(adopted, among)
+        state = None if self.snapshot is None else self.snapshot.describe()  # last: no error may keep it from being sent
         return Intent(
             rank,
             self.step,

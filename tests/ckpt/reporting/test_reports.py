@@ -958,16 +958,17 @@ def test_a_mismatch_does_not_hide_how_the_commit_in_the_background_ends(store, t
     assert ["both reported a file 'm'" in str(error) for error in errors] == [True, True]
 
 
-def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_step(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("state", [None, {"epoch": 3}], ids=["alone", "beside a state"])
+def test_a_directory_that_vanishes_after_it_was_looked_at_takes_no_rank_out_of_step(store, tmp_path, monkeypatch, state):
     def vanishes(directory, report):
         shutil.rmtree(directory, ignore_errors=directory.name == "1")
         return shared_directory.identity_of(directory, report)
 
     def train(session, rank):
         with pytest.raises((FileNotFoundError, ReportMismatchError)):
-            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), upload="async", step=0)
+            session.report({}, folder(tmp_path / str(rank), **{f"m{rank}": "x"}), state=state, upload="async", step=0)
         monkeypatch.undo()
-        session.report({}, folder(tmp_path / f"again-{rank}", **{f"m{rank}": "x"}), upload="async", step=1)
+        session.report({}, folder(tmp_path / f"again-{rank}", **{f"m{rank}": "x"}), state=state, upload="async", step=1)
 
     monkeypatch.setattr("prefect_torch.ckpt.reporting.rank_report.identity_of", vanishes)
     assert Attempt(store, 2).run(train) == [None, None]
