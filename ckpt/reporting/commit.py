@@ -94,7 +94,7 @@ class RankCommits:
         try:
             manifest = commit(self._run, self._peers, job)
             if not staged.agreement.is_background:  # else `release` removes them
-                staged.remove(job.linked)
+                staged.remove(job.moved)
             if manifest is not None:
                 self.costs.stall_s = manifest.timings["stall_s"]
         finally:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,12 +65,12 @@ class StagedReport:
         """Return how long ago the report began."""
         return time.monotonic() - self.report.started_s
 
-    def remove(self, paths: Sequence[str]) -> None:
+    def remove(self, paths: Collection[str]) -> None:
         """Remove files that are now part of a checkpoint from a lent directory: a second write would change the checkpoint."""
         for path in paths:
             assert self.directory is not None
             (self.directory / path).unlink(missing_ok=True)
-        if paths and len(paths) == len(self.report.files):  # else some are links, which stay
+        if paths and len(paths) == len(self.report.files):  # else some lie below links, and stay
             self.report.remove_metadata()
 
     def release(self) -> None:
@@ -133,7 +133,8 @@ class CommitJob:
         parent: The checkpoint that this one continues.
         num_here: The number of ranks on this machine; on rank 0's machine, these are the first ranks.
         stored: The files of it that this rank has stored, by path.
-        linked: The paths of those that this rank's directory and the storage may both have, as one file with two names.
+        moved: The paths of reported files that are removed from this rank's directory, if it is lent, after the commit: the
+            storage may have them as one file with two names, or another rank's equal ones.
         decided: The topics of rank 0's decisions on it.
 
     """
@@ -142,7 +143,7 @@ class CommitJob:
     parent: str | None = None
     num_here: int = 1
     stored: dict[str, FileEntry] = field(default_factory=dict)
-    linked: list[str] = field(default_factory=list)
+    moved: set[str] = field(default_factory=set)
     decided: list[str] = field(default_factory=list)
 
 
@@ -243,6 +244,7 @@ def _store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
         return []
     left = [path for path in staged.report.files if path not in job.stored]
     own = [path for path in left if staged.agreement.owners.get(path, rank) == rank]
+    others = set(left) - set(own)
 
     def keep(moved: Mapping[str, Transfer]) -> None:
         job.stored.update({path: FileEntry(path, it.bytes, it.digest, rank) for path, it in moved.items()})
@@ -253,10 +255,11 @@ def _store_files(run: Run, job: CommitJob, rank: int) -> list[FileEntry]:
     # In a local folder small files cost work, not waiting: several threads would pass the interpreter's lock around.
     most = GROUPED if run.storage.local_path(run.layout.run) is None else None
     groups = group_files(directory, own, owned=staged.owns_directory, most=most)
-    job.linked.extend(path for group in groups if group.owned for path in group.paths)
+    to_compare = group_files(directory, others, owned=staged.owns_directory, most=None)
+    job.moved.update(path for group in (*groups, *to_compare) if group.owned for path in group.paths)
     for_each(groups, store)
     if rank not in staged.agreement.sharing:  # else they are the same files
-        for_each(set(left) - set(own), lambda path: keep({path: digest_file(directory / path)}))
+        for_each(others, lambda path: keep({path: digest_file(directory / path)}))
     return [job.stored[path] for path in staged.report.files if path in job.stored]
 
 

@@ -89,16 +89,43 @@ def test_what_a_link_leads_to_stays(store, tmp_path, upload):
     assert set(read_files(store.checkpoint(manifest)).values()) == {b"mine"}
 
 
-def test_two_ranks_may_report_the_same_file_from_directories_of_their_own(store):
+@UPLOADS
+def test_two_ranks_may_report_the_same_file_from_directories_of_their_own(store, upload):
     def train(session, rank):
         with session.lent.lend() as directory:
-            (directory / "same").write_text("x")
-            (directory / f"m{rank}").write_text("y")
-            session.report({}, Checkpoint.from_directory(directory))
+            for step in range(2):
+                (directory / f"same{step}").write_text("x")
+                (directory / f"m{rank}").write_text("y")
+                checkpoint = Checkpoint.from_directory(directory)
+                if step == 0:
+                    checkpoint.set_metadata({"author": "me"})
+                session.report({}, checkpoint, upload=upload)
+                assert list(directory.iterdir()) == []
 
     assert Attempt(store, 2).run(train) == [None, None]
-    (manifest,) = store.list()
-    assert read_files(store.checkpoint(manifest)) == {"same": b"x", "m0": b"y", "m1": b"y"}
+    first, second = store.list()
+    assert read_files(store.checkpoint(first)) == {"same0": b"x", "m0": b"y", "m1": b"y"}
+    assert read_files(store.checkpoint(second)) == {"same1": b"x", "m0": b"y", "m1": b"y"}
+    assert [first.metadata, second.metadata] == [{"author": "me"}, {}]
+
+
+def test_a_report_that_is_stored_at_the_second_try_moves_the_metadata_with_the_files(store, monkeypatch):
+    put_files, left = type(store.storage).put_files, [1]
+
+    def full(self, files, **options):
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return put_files(self, files, **options)
+
+    monkeypatch.setattr(type(store.storage), "put_files", full)
+    with as_rank(Attempt(store).session()), checkpoint_directory() as directory:
+        (directory / "m").write_text("x")
+        checkpoint = Checkpoint.from_directory(directory)
+        checkpoint.set_metadata({"author": "me"})
+        report({}, checkpoint)
+        assert left == [0]
+        assert list(directory.iterdir()) == []
 
 
 def test_for_another_storage_it_is_a_temporary_directory():
