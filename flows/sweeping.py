@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.log_filter import shorten_logs
+from prefect_torch.flows.calls.parameters import check_stored
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.sweeps.beginning import Beginning, begin
 from prefect_torch.flows.sweeps.definition import Definition, define, find_definition
@@ -187,7 +188,11 @@ def _checked(
     led = CheckpointStore.open(training.storage, run_config.name or name_of_flow_run())
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")
-    return _Sweep(led, define(function, space, training.config, search), search, parsed, training, function, trials_on)
+    definition = define(function, space, training.config, search)
+    if trials_on is not None:  # all options: a later trial may be the first that draws the one that Prefect's API cannot hold
+        check_stored(definition.config)
+        check_stored(definition.space, "space")
+    return _Sweep(led, definition, search, parsed, training, function, trials_on)
 
 
 def _run(sweep: _Sweep) -> SweepResult:

@@ -20,14 +20,18 @@ _TOO_DEEP = (
 )
 
 
-def check_stored(config: Mapping[str, Any]) -> None:
+def check_stored(config: Mapping[str, Any], name: str = "config") -> None:
     """Raise ValueError if Prefect's API cannot hold a config, or returns another number or key than was stored.
+
+    Args:
+        config: The config.
+        name: The argument that it is, for the error.
 
     Raises:
         ValueError: Naming the place.
 
     """
-    left: list[tuple[str, Any]] = [(f"config[{name!r}]", value) for name, value in config.items()]
+    left: list[tuple[str, Any]] = [(f"{name}[{key!r}]", value) for key, value in config.items()]
     seen: set[int] = set()  # of containers: one may hold itself, which Prefect refuses
     while left:
         place, value = left.pop()

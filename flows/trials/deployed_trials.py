@@ -16,7 +16,6 @@ from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.calls.parameters import check_stored
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions, forget_questions
 from prefect_torch.flows.sweeps.domains import as_stored
@@ -221,11 +220,9 @@ class DeployedTrials:
         training, source = self._training, trial.source
         run = training.run_config.model_dump(mode="json", exclude={"name", "resume", "takeover", "storage"})
         storage = portable_storage(training.run_config, training.storage)
-        config = as_stored(training.config_of(trial))
-        check_stored(config)
         parameters: dict[str, Any] = {
             "train_fn": self._function,
-            "config": config,
+            "config": as_stored(training.config_of(trial)),
             "scaling": training.scaling.model_dump(mode="json"),
             "run": {**run, "name": trial.run, "resume": "auto", "takeover": True, "storage": storage},
             "checkpoint": training.checkpoint.model_dump(mode="json"),

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from prefect_torch.flows import (
     RunConfig,
     ScalingConfig,
     SearchConfig,
+    choice,
     sweep,
     uniform,
 )
@@ -338,10 +340,21 @@ def start(trials, trial):
     return trials._running[trial.number][1]
 
 
-def test_a_config_that_prefect_would_change_is_refused(unserved, tmp_path):
-    trials = trials_of(Run.open(str(tmp_path), "sweep"), "train/queue-a", config={"clip": math.inf})
-    with pytest.raises(ValueError, match=r"config\['clip'\] is inf, which Prefect's API does not return as it is"):
-        trials.start(TRIAL)
+@pytest.mark.parametrize(
+    ("space", "config", "problem"),
+    [
+        ({}, {"clip": math.inf}, "config['clip'] is inf"),
+        ({"clip": choice([1.0, math.inf])}, {}, "space['clip']['values'][1] is inf"),
+        ({"a": {"b": 2**70}}, {}, "space['a']['b'] is an integer of more than 64 bits"),
+        ({"a": choice([{"b": choice(["\0"])}])}, {}, "space['a']['values'][0]['b']['values'][0] has a lone surrogate or a NUL"),
+    ],
+    ids=range(4),
+)
+def test_a_value_that_prefect_would_change_is_refused_before_any_trial_has_drawn_it(unserved, tmp_path, space, config, problem):
+    run = RunConfig(name="refused", storage=str(tmp_path))
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}, which Prefect's API does not return as it is"):
+        sweep("json:loads", {"lr": uniform(0, 1), **space}, config, search(num_trials=1), run=run, trials_on="train/queue-a")
+    assert list(tmp_path.iterdir()) == []
 
 
 PRESENT_STARTS = {
