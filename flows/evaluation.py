@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.text import as_command, show_count
+from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import RankFailedError, ScalingConfig, evaluate_checkpoint
@@ -172,7 +173,7 @@ def evaluate(
     """
     shorten_logs()
     tie_embedded_server()
-    scaling = scaling or ScalingConfig()
+    scaling = with_cluster_of_runner(scaling or ScalingConfig())
     gpus, machines = gpus_for(scaling), machines_for(scaling)
     spec = configured_storage(storage)
     packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
 from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.parameters import check_stored
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
@@ -184,7 +185,8 @@ def _checked(
         raise ValueError("search is missing: give SearchConfig(metric=..., mode=...)")
     parsed, run_config, failure = parse_space(space), run or RunConfig(), failure or FailureConfig()
     check_search(search, parsed)
-    training, function = _training(train_fn, config, scaling or ScalingConfig(), run_config, checkpoint, failure, trials_on)
+    scaling = with_cluster_of_runner(scaling or ScalingConfig())
+    training, function = _training(train_fn, config, scaling, run_config, checkpoint, failure, trials_on)
     led = CheckpointStore.open(training.storage, run_config.name or name_of_flow_run())
     if "/" in led.name:
         raise ValueError(f"run name {led.name!r} is that of a sweep's trial: give the sweep one without '/'")

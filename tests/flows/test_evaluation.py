@@ -29,8 +29,9 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
-from prefect_torch.flows import CheckpointConfig, Result, ScalingConfig, evaluate
+from prefect_torch.flows import CheckpointConfig, Hosts, NotEnoughMachinesError, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import committed_checkpoint, find_named
+from prefect_torch.flows.calls.cluster_runner import ClusterThreads
 from prefect_torch.flows.evaluation import _unevaluated
 from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.liveness import is_being_trained
@@ -100,6 +101,13 @@ def test_a_training_is_evaluated_to_its_end_and_notices_nothing(watched):
         "eval": {"accuracy": 1.0, "ranks": 2.0, "place": "run/1/2", "reported": "epoch, loss", "prefect": False},
     }
     assert [record.metrics["epoch"] for record in Result.from_storage(watched.storage, "run").history] == list(range(EPOCHS))
+
+
+def test_the_cluster_of_the_task_runner_has_the_ranks(tmp_path):
+    storage = fill(tmp_path, [0]).spec.url
+    nowhere = ClusterThreads(Hosts(["nowhere"], command="false", leader_address="127.0.0.1", wait_s=0))
+    with pytest.raises(NotEnoughMachinesError, match="nowhere: its command ended with 1"):
+        evaluate.with_options(task_runner=nowhere)("evaluations:measure", storage, "run")
 
 
 def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_evaluated(tmp_path, caplog):

@@ -34,6 +34,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
+    Hosts,
     JournalDamagedError,
     Result,
     RunConfig,
@@ -47,6 +48,7 @@ from prefect_torch.flows import (
     train,
     uniform,
 )
+from prefect_torch.flows.calls.cluster_runner import ClusterThreads
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.sweeps import unused_criteria
@@ -174,6 +176,13 @@ def num_stores() -> int:
         with suppress(OSError):  # it has ended meanwhile
             names.append((thread / "comm").read_text())
     return sum(name.startswith("pt_tcpstore") for name in names)
+
+
+def test_the_cluster_of_the_task_runner_has_the_ranks_of_all_trials(run):
+    nowhere = ClusterThreads(Hosts(["nowhere"], command="false", leader_address="127.0.0.1", wait_s=0))
+    searching, never = sweep.with_options(task_runner=nowhere), FailureConfig(max_infrastructure_failures=0)
+    with pytest.raises(SweepFailedError, match="nowhere: its command ended with 1"):
+        searching("sweep_trainings:climb", {"lr": uniform(0, 1)}, {}, search(num_trials=1), run=run, failure=never)
 
 
 def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run, caplog):
