@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, Manifest, StorageSpec
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,25 @@ class CheckpointRef:
             CheckpointNotFoundError: If the manifest is to be read, and there is no such checkpoint (any more).
 
         """
-        if opened is None or opened.spec != self.storage:
-            store = CheckpointStore.open(self.storage, self.run)
-        else:
-            store = opened.beside(self.run)
+        store = self.open_run(opened)
         if self.manifest is not None:
             return store.checkpoint(Manifest.decode(self.manifest, store.path_of(self.checkpoint_id)))
         return store.checkpoint(store.committed(self.checkpoint_id))
+
+    def open_run(self, opened: CheckpointStore | None = None, *, retry: RetryPolicy | None = None) -> CheckpointStore:
+        """Return the run that the checkpoint is of.
+
+        Args:
+            opened: A run; one in the same storage lends its connections.
+            retry: The retry policy of another storage; None for its own.
+
+        Raises:
+            ValueError: If the storage cannot be opened.
+
+        """
+        if opened is None or opened.spec != self.storage:
+            return CheckpointStore.open(self.storage, self.run, retry=retry)
+        return opened.beside(self.run)
 
     def with_manifest(self, manifest: Manifest) -> "CheckpointRef":
         """Return a copy with its manifest, so that `open` does not read that again."""

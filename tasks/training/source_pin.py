@@ -10,24 +10,24 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 
 class SourcePin:
-    """The pin of a checkpoint that a run starts from.
+    """The pin of a checkpoint that a run starts from; its storage is opened only to set or remove the pin.
 
     All attempts of a run set and remove the same pin, so a later attempt removes the pin of one that was killed.
 
     Args:
         source: The checkpoint.
-        run: The path or URL of the run that starts from it.
+        run: The run that starts from it.
 
     """
 
-    def __init__(self, source: CheckpointRef, run: str) -> None:
+    def __init__(self, source: CheckpointRef, run: CheckpointStore) -> None:
         self._source = source
-        self._store = CheckpointStore.open(source.storage, source.run)
-        self._token = xxhash.xxh32_hexdigest(canonical(run).encode(errors="surrogatepass"))
+        self._run = run
+        self._token = xxhash.xxh32_hexdigest(canonical(run.path).encode(errors="surrogatepass"))
         self._may_exist = True
 
-    def set(self) -> None:
-        """Pin the checkpoint; costs five requests. No effect on a storage that cannot be written to.
+    def set(self, store: CheckpointStore) -> None:
+        """Pin the checkpoint in its run `store`; costs five requests. No effect on a storage that cannot be written to.
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or a prune is deleting it at this moment.
@@ -35,27 +35,24 @@ class SourcePin:
 
         """
         try:
-            self._store.pin(self._source.checkpoint_id, self._token)
+            store.pin(self._source.checkpoint_id, self._token)
         except CheckpointNotFoundError:
             raise
         except (OSError, StorageError, NotImplementedError) as exc:
-            get_run_logger().info("%s is not pinned meanwhile, so a prune may delete it: %s", self._path, exc)
+            path = store.path_of(self._source.checkpoint_id)
+            get_run_logger().info("%s is not pinned meanwhile, so a prune may delete it: %s", path, exc)
 
     def remove(self) -> None:
-        """Remove the pin, once; harmless if there is none. A storage that does not answer is given up after 20 seconds."""
+        """Remove the pin, once; harmless if there is none. Another storage has 20 seconds to answer."""
         if not self._may_exist:
             return
         self._may_exist = False
+        source = self._source
         try:
-            store = CheckpointStore.open(self._source.storage, self._source.run, retry=INTERACTIVE_RETRY_POLICY)
-            store.unpin(self._source.checkpoint_id, self._token)
+            source.open_run(self._run, retry=INTERACTIVE_RETRY_POLICY).unpin(source.checkpoint_id, self._token)
         except PermissionError:  # without the permission, no pin was set
             return
-        except (OSError, StorageError, NotImplementedError) as exc:
-            source = self._source
-            unpin = as_command("unpin", self._store.storage.url, source.run, source.checkpoint_id)
-            get_run_logger().warning("%s stays pinned (%s); `%s` removes its pins", self._path, exc, unpin)
-
-    @property
-    def _path(self) -> str:
-        return self._store.path_of(self._source.checkpoint_id)
+        except (OSError, StorageError, NotImplementedError, ValueError) as exc:  # the last is of a login that has failed since
+            unpin = as_command("unpin", source.storage.url, source.run, source.checkpoint_id)
+            text = "checkpoint %s of run %r stays pinned (%s); `%s` removes its pins"
+            get_run_logger().warning(text, source.checkpoint_id, source.run, exc, unpin)

@@ -83,7 +83,7 @@ def choose_start(store: CheckpointStore, job: TrainJob, attempt: Attempt, observ
     """
     node_copy = NodeCopy()
     is_pinned_by_sweep = job.decisions is not None
-    pin = None if job.initial_checkpoint is None or is_pinned_by_sweep else SourcePin(job.initial_checkpoint, store.path)
+    pin = None if job.initial_checkpoint is None or is_pinned_by_sweep else SourcePin(job.initial_checkpoint, store)
     try:
         checkpoint, is_own = _choose(store, job, attempt.lineage, observers, node_copy, pin)
         if checkpoint is None:
@@ -118,7 +118,7 @@ def _choose(
         return store.checkpoint(manifest), True
     if job.initial_checkpoint is not None:
         with missing_run_named(job.initial_checkpoint):
-            return _open_initial(job.initial_checkpoint, job.run_config, node_copy, pin), False
+            return _open_initial(job.initial_checkpoint, store, job.run_config, node_copy, pin), False
     if job.run_config.resume == "must":
         raise nothing_to_resume(store)
     return None, False
@@ -132,15 +132,17 @@ def nothing_to_resume(run: Run) -> CheckpointNotFoundError:
     )
 
 
-def _open_initial(initial: CheckpointRef, run: RunConfig, node_copy: NodeCopy, pin: SourcePin | None) -> Checkpoint:
+def _open_initial(
+    initial: CheckpointRef, opened: CheckpointStore, run: RunConfig, node_copy: NodeCopy, pin: SourcePin | None
+) -> Checkpoint:
     """Return the checkpoint of another run, verified and pinned."""
     download_run(initial.storage, initial.run)
+    source = initial.open_run(opened)
     if pin is not None:
-        pin.set()
+        pin.set(source)
     try:
-        checkpoint = initial.open()
-        assert checkpoint.store is not None
-        node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)
+        checkpoint = initial.open(source)
+        node_copy.verify(source, checkpoint.manifest, run.verify)
     except CheckpointCorruptError:
         if pin is not None:  # no later attempt can start from it and remove the pin
             pin.remove()

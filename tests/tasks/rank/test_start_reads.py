@@ -19,7 +19,7 @@ def storage(tmp_path, monkeypatch):
     counting = CountingStorage(LocalStorage(tmp_path / "store"))
     store = CheckpointStore(counting, Layout("run"), StorageSpec(counting.url))
     Attempt(store).session().report({}, folder(tmp_path / "c", a="1"))
-    monkeypatch.setattr(CheckpointStore, "open", lambda *_: store)
+    monkeypatch.setattr(CheckpointStore, "open", lambda *_, **__: store)
     return counting
 
 

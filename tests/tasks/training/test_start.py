@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.retry import LoginError
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -114,7 +115,7 @@ def test_an_initial_checkpoint_is_pinned_until_the_run_has_one_of_its_own(seed, 
         start.source_pin.remove()
     assert pinned(initial) == frozenset()
     with disable_run_logger():
-        again.source_pin.set()
+        again.source_pin.set(CheckpointStore.open(initial.storage, initial.run))
     Attempt(CheckpointStore.open(initial.storage, "run")).session().report({}, folder(tmp_path / "c", model="own"))
     start = start_from(initial)  # after an attempt that was killed right after its first commit
     assert start.own is not None
@@ -135,6 +136,39 @@ def test_a_run_with_a_checkpoint_starts_without_a_request_to_the_storage_of_the_
     monkeypatch.setattr(CheckpointStore, "pin", refuse)
     monkeypatch.setattr(CheckpointStore, "unpin", refuse)
     assert start_from(replace(initial, storage=away), own.spec).own == own.latest()
+
+
+def test_a_login_for_the_storage_of_the_initial_checkpoint_that_fails_meanwhile_ends_no_training_that_has_its_own(
+    seed, tmp_path, monkeypatch, caplog
+):
+    initial, _ = seed
+    away = CheckpointStore.open(tmp_path / "away", "seed").spec
+    own = CheckpointStore.open(initial.storage, "run")
+    Attempt(own).session().report({}, folder(tmp_path / "c", model="own"))
+    opened, open_run = [], CheckpointStore.open
+
+    def fail_away(storage, *args, **options):
+        opened.append(storage)
+        if storage == away:
+            raise LoginError("the session has expired")
+        return open_run(storage, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "open", fail_away)
+    monkeypatch.setattr("prefect_torch.tasks.training.source_pin.get_run_logger", lambda: logging.getLogger("run"))
+    start = start_from(replace(initial, storage=away), own.spec)
+    assert (start.own, opened) == (own.latest(), [own.spec])
+    start.source_pin.remove()
+    unpin = f"prefect-torch unpin {away.url} seed {initial.checkpoint_id}"
+    assert f"of run 'seed' stays pinned (the session has expired); `{unpin}` removes its pins" in caplog.text
+
+
+def test_an_initial_checkpoint_in_the_storage_of_the_run_needs_no_other_client(seed, monkeypatch):
+    initial, _ = seed
+    opened, open_run = [], CheckpointStore.open
+    monkeypatch.setattr(CheckpointStore, "open", lambda *args, **options: (opened.append(args), open_run(*args, **options))[1])
+    with disable_run_logger():
+        start_from(initial).source_pin.remove()
+    assert len(opened) == 1
 
 
 def test_the_pin_of_a_person_and_of_another_run_stay(seed):
