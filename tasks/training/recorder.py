@@ -125,12 +125,15 @@ class RunRecorder:
         self._retention.prune_due(self._history.recorded)
 
     def close(self) -> None:
-        """Return once everything is stored and pruned."""
+        """Return once everything is stored."""
         for event in self._unrecorded.values():  # rank 0 died between the commit and the event of its report
             self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
         self._is_closing = True
         wait([self._write(self._history.close, "the metric history")])  # a repair of the index that is under way ends before
         self._writer.shutdown()
+
+    def prune(self) -> None:
+        """Return once the storage holds only what the policy keeps, or a prune has failed; to be called after `close`."""
         self._retention.finish(self._history.recorded)
 
     def _flush(self) -> None:

@@ -129,8 +129,7 @@ class _Leader:
                 value = self._train(claimed, lease)
         except Exception as exc:
             if self._termination.is_requested:
-                self._warn_of_failure(exc)
-                self._record_termination(claimed)
+                self._record_termination(claimed, exc)
                 raise
             if self._is_stopped:  # what it has trained is committed, and another attempt would train past that
                 get_run_logger().warning("stopped after a report, and failed on the way out, which changes nothing: %s", exc)
@@ -176,19 +175,31 @@ class _Leader:
         try:
             # Without this transaction, Prefect marks the task runs of ranks and prunes as rolled back once this one fails.
             with transaction(commit_mode=CommitMode.EAGER), self._look_for_more(lease) as regrowth:
-                return self._run_ranks(claimed.number, start, lease, regrowth)
+                return self._run_ranks(claimed, start, lease, regrowth)
         finally:
             start.node_copy.release()
 
     def _look_for_more(self, lease: Lease | None) -> AbstractContextManager[Regrowth | None]:
         return nullcontext() if self._machines is None or lease is None else self._machines.look_for_more(lease)
 
-    def _run_ranks(self, attempt: int, start: Start, lease: Lease | None, regrowth: Regrowth | None) -> Any:
-        job, termination, restored = self._job, self._termination, start.restored
-        recorder = self._recorder = RunRecorder(self._store, job, attempt, start.own, self._observers)
+    def _run_ranks(self, claimed: Attempt, start: Start, lease: Lease | None, regrowth: Regrowth | None) -> Any:
+        recorder = self._recorder = RunRecorder(self._store, self._job, claimed.number, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
-        first_rank_at = partial(_first_rank, job, attempt, restored, self._gpus)
+        try:
+            return self._run_gang(claimed.number, start, recorder, lease, regrowth)
+        except Exception as exc:
+            if self._termination.is_requested:  # first: what is terminated may be killed before prunes and the lease have ended
+                self._record_termination(claimed, exc)
+            raise
+        finally:
+            recorder.prune()
+
+    def _run_gang(
+        self, attempt: int, start: Start, recorder: RunRecorder, lease: Lease | None, regrowth: Regrowth | None
+    ) -> Any:
+        job, termination = self._job, self._termination
+        first_rank_at = partial(_first_rank, job, attempt, start.restored, self._gpus)
         log_files = LogFiles(self._store, self._store.layout.logs(attempt))
         key_value: TcpKeyValue | None = None
         try:
@@ -230,7 +241,11 @@ class _Leader:
         if isinstance(failure, RankFailedError) and failure.kind not in ("preemption", *CONSEQUENCES):
             get_run_logger().warning("%s", show_traceback(failure) or failure)
 
-    def _record_termination(self, claimed: Attempt) -> None:
+    def _record_termination(self, claimed: Attempt, failure: Exception) -> None:
+        """Record the outcome of an attempt whose termination is requested, unless that is done."""
+        if self._termination.outcome is not None:
+            return
+        self._warn_of_failure(failure)
         outcome = outcome_of_termination(claimed, self._termination, self._job.failure.grace_s, self._safe_work())
         self._termination.outcome = outcome
         get_run_logger().warning("attempt %d: %s", claimed.number, outcome.error)

@@ -34,6 +34,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import (
+    CheckpointConfig,
     FailureConfig,
     RunConfig,
     ScalingConfig,
@@ -57,8 +58,9 @@ from prefect_torch.flows.interruptions import (
 )
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
-from prefect_torch.tasks.training import outcomes
+from prefect_torch.tasks.training import outcomes, recorder, workers_task
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
+from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -166,6 +168,44 @@ def test_a_rank_that_fails_within_its_grace_is_warned_of_with_its_traceback(tmp_
     assert told.endswith("ValueError: nothing to save")
     (outcome,) = read_outcomes(CheckpointStore.open(run_config.storage, "run"))
     assert outcome.ending == "cancelled"
+
+
+def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and_the_end_of_its_lease(tmp_path, monkeypatch):
+    """These may take longer than what terminates the process waits before it kills it."""
+    started, switch = tmp_path / "started", TerminationSwitch()
+    run_config = RunConfig(name="run", storage=str(tmp_path / "store"))
+    store = CheckpointStore.open(run_config.storage, "run")
+    stored = {}
+
+    def terminate():
+        wait_until(started.exists, "the training")
+        switch.cause = CancelledInPrefect()
+
+    def look(before):
+        stored[before] = [it.ending for it in read_outcomes(store)]
+
+    class Schedule(RetentionSchedule):
+        def finish(self, recorded):
+            look("prune")
+            super().finish(recorded)
+
+    @contextmanager
+    def lend(_):
+        try:
+            yield None
+        finally:
+            look("end of the lease")
+
+    monkeypatch.setattr(recorder, "RetentionSchedule", Schedule)
+    monkeypatch.setattr(workers_task._Leader, "_lend", lend)
+    terminating = threading.Thread(target=terminate)
+    terminating.start()
+    with switch.governs(), pytest.raises(CancelledInPrefect):
+        train("trainings:leave_once", {"started": str(started)}, run=run_config, checkpoint=CheckpointConfig(num_to_keep=1))
+    terminating.join()
+    assert stored == {"prune": ["cancelled"], "end of the lease": ["cancelled"]}
+    (last,) = store.list()
+    assert last.step == 1
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
