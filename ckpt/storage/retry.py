@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
@@ -75,6 +76,10 @@ class NoCredentialsError(PermissionError):
 
 class LoginError(ValueError):
     """The login of an AWS profile is incomplete, or its source failed: once it has been used, it may be usable again later."""
+
+
+# Values are wrong for good, but a login's source may work again later; the last two: a proxy answers with a page of its own.
+_LATER = (LoginError, JSONDecodeError, UnicodeDecodeError)
 
 
 def classify(error: BaseException) -> ErrorClass:
@@ -289,7 +294,7 @@ class RetryingStorage:
             try:
                 self._storage = self._reopen()
             except Exception as exc:  # Prefect's API or the service that issues keys failed: it may work again soon
-                if isinstance(exc, ValueError) and not isinstance(exc, LoginError):  # such as of a block that was deleted
+                if isinstance(exc, ValueError) and not isinstance(exc, _LATER):  # such as of a block that was deleted
                     raise
                 raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
 

@@ -1,5 +1,6 @@
 """Prefect blocks as storage: by object, by slug, picked in the UI, against real S3 servers."""
 
+import json
 import pickle
 import re
 import ssl
@@ -155,20 +156,29 @@ def test_credentials_that_nobody_renews_are_named():
             open_storage(spec).put_bytes("x", b"1")
 
 
-def test_credentials_that_cannot_be_read_anew_now_are_read_anew_later():
+@pytest.mark.parametrize(
+    "away",
+    [
+        httpx.ConnectError("Prefect's API is away"),
+        json.JSONDecodeError("Prefect's API is away", "<html>maintenance</html>", 0),  # a proxy's page, with status 200
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "Prefect's API is away"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_credentials_that_cannot_be_read_anew_now_are_read_anew_later(away):
     """As while Prefect's API restarts: neither the operation nor the process is lost."""
     tries = []
 
     def renew(source):
         tries.append(source)
         if len(tries) in (1, 3):
-            raise httpx.ConnectError("Prefect's API is away")
+            raise away
         return {**options, "aws_access_key_id": "fresh" if len(tries) > 3 else "stale"}
 
     with server_of_one_key("fresh") as endpoint:
         options = {"aws_endpoint_url": endpoint, "aws_access_key_id": "stale", "aws_secret_access_key": "x"}
         storage = open_spec(StorageSpec("s3://bucket", options, RetryPolicy(0, 0, 0), b"source"), renew)
-        with pytest.raises(StorageError, match=r"storing s3://bucket/x .*cannot be read anew: Prefect's API is away"):
+        with pytest.raises(StorageError, match=r"storing s3://bucket/x .*cannot be read anew: .*Prefect's API is away"):
             storage.put_bytes("x", b"1")
         with pytest.raises(StorageError, match="the credentials for s3://bucket/x have expired"):
             storage.put_bytes("x", b"1")
