@@ -33,7 +33,7 @@ from .job_templates import default_of, has_variable
 from .resumers import start_resumers
 from .serving import runner_outlasts_outages
 
-_WORKERS_GIVE_S = 30.0  # of Process and Docker workers, after a cancellation
+_WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
 _CRON = "cron"  # the slug of the schedule that a deployment gets here, by which it is distinguished from those added by hand
 _NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
@@ -290,7 +290,7 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
 
 
 def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
-    """Return a plan's line on whether ranks have their grace before a worker of `pool` kills the flow run."""
+    """Return a plan's line on whether ranks have their grace before a flow run of `pool` that is told to end is killed."""
     given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
     remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
     return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)

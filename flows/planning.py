@@ -194,7 +194,7 @@ def compare_grace(failure: FailureConfig, given_s: float, what: str, remedy: str
     if failure.grace_s + TO_END_S <= given_s:
         text = f"ranks have {failure.grace_s:g} s for a last checkpoint, and {what} is killed {given_s:g} s after the request"
         return PlanLine("grace", "ok", text)
-    text = f"grace_s={failure.grace_s:g} is too long: {what} is killed {given_s:g} s after it is cancelled, and needs "
+    text = f"grace_s={failure.grace_s:g} is too long: {what} is killed {given_s:g} s after the request to end, and needs "
     least = f"{TO_END_S:g} s of that to stop; give at most grace_s={max(0.0, given_s - TO_END_S):g}, or {remedy}"
     return PlanLine("grace", "warning", text + least)
 

@@ -1,4 +1,4 @@
-"""The flow run of a container; SIGTERM leaves it all of the container's grace for a last checkpoint."""
+"""The flow run of a container; SIGTERM leaves it all of the container's grace for a last checkpoint, a cancellation its own."""
 
 import asyncio
 import os
@@ -9,17 +9,19 @@ from uuid import UUID
 import anyio
 from prefect.cli.flow_run import execute
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Abort, Pause
 from prefect.runner._process_manager import ProcessManager
 from prefect.states import AwaitingRetry, Crashed
 from prefect.utilities.engine import propose_state_sync
+from prefect_torch.tasks import FailureConfig
 from prefect_torch.tasks.prefect_api.outage import repeat_without_database
 
 from .flow_run_errors import flow_run_errors_explained
 
 BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 _POLL_S = 0.2
+_LONGEST_END_S = 600.0  # after its grace, before the process of a cancelled flow run is killed
 
 
 def execute_gracefully(flow_run_id: UUID) -> int:
@@ -27,7 +29,9 @@ def execute_gracefully(flow_run_id: UUID) -> int:
 
     Prefect kills the flow 30 s after SIGTERM, or immediately if its engine is slow to answer. Before that it lets the flow run
     be scheduled elsewhere: a second process would fence the first, which then cannot commit its last checkpoint. Here the flow
-    run is rescheduled after its process has exited, and only the container's grace period limits its time.
+    run is rescheduled after its process has exited, and only the container's grace period limits its time. After a cancellation
+    in Prefect nobody ends the container: a process that has not exited ten minutes after its grace (`FailureConfig.grace_s`) is
+    killed.
 
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
     "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.
@@ -42,11 +46,11 @@ def execute_gracefully(flow_run_id: UUID) -> int:
 
 
 def _execute(flow_run_id: UUID) -> int:
-    _look_up(flow_run_id)
+    flow_run = _look_up(flow_run_id)
     behavior = os.environ.get(BEHAVIOR, "").lower()
     # The one of the three that proposes no state: a state may be proposed only after the process has exited.
     os.environ[BEHAVIOR] = "relinquish"
-    terminated = _wait_instead_of_kill()
+    terminated = _wait_instead_of_kill(_grace_s(flow_run) + _LONGEST_END_S)
     try:
         asyncio.run(execute(flow_run_id))
     except SystemExit as exc:
@@ -59,26 +63,43 @@ def _execute(flow_run_id: UUID) -> int:
     return 0
 
 
-def _look_up(flow_run_id: UUID) -> None:
-    """Raise for a flow run that cannot be read, of which Prefect's command says so in a traceback."""
+def _look_up(flow_run_id: UUID) -> FlowRun:
+    """Return a flow run; raise for one that cannot be read, of which Prefect's command says so in a traceback."""
     with flow_run_errors_explained(flow_run_id), get_client(sync_client=True) as client:
-        client.read_flow_run(flow_run_id)
+        return client.read_flow_run(flow_run_id)
 
 
-def _wait_instead_of_kill() -> set[UUID]:
-    """Make Prefect wait for the exit of a process instead of killing it; return the terminated flow runs, a set that grows."""
+def _grace_s(flow_run: FlowRun) -> float:
+    """Return how long the ranks of a flow run have for a last checkpoint, as far as its parameters say."""
+    try:
+        return FailureConfig.model_validate(flow_run.parameters.get("failure") or {}).grace_s
+    except ValueError:  # it is another flow's parameter
+        return FailureConfig().grace_s
+
+
+def _wait_instead_of_kill(longest_s: float) -> set[UUID]:
+    """Make Prefect wait for the exit of a process instead of killing it; return the terminated flow runs, a set that grows.
+
+    Args:
+        longest_s: How long a flow run that is cancelled has until it is killed, in seconds.
+
+    """
     terminated = set[UUID]()
 
     async def terminate_and_wait(
-        manager: ProcessManager, flow_run_id: UUID, grace_seconds: float = 30, *, force: bool = False
+        manager: ProcessManager, flow_run_id: UUID, grace_seconds: float = 30, *, force: bool | None = None
     ) -> None:
-        del grace_seconds, force  # for a supervisor that has already rescheduled the flow run
+        del grace_seconds  # for a supervisor that has already rescheduled the flow run
+        has_sigterm = force is not None  # only a supervisor that got SIGTERM says whether to kill immediately
         terminated.add(flow_run_id)
         handle = manager.get(flow_run_id)
         if handle is not None and handle.is_alive():
             handle.graceful_kill()
-            while handle.is_alive():  # noqa: ASYNC110 - a process has no event
-                await anyio.sleep(_POLL_S)
+            with anyio.move_on_after(None if has_sigterm else longest_s) as limit:
+                while handle.is_alive():  # noqa: ASYNC110 - a process has no event
+                    await anyio.sleep(_POLL_S)
+            if limit.cancelled_caught:
+                handle.hard_kill()
 
     setattr(ProcessManager, "kill", terminate_and_wait)  # noqa: B010 - type checkers refuse assignments to a method
     return terminated

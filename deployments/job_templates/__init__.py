@@ -5,12 +5,13 @@
   container toolkit. Docker gives each container the first `num_gpus` of the machine: for concurrent flow runs, give all of them
   (-1) and `ipc_mode="host"`, so that trainings see each other's locks, or work pools with different `gpu_ids`. A template with
   `num_gpus=0` requests no driver; for AMD's GPUs, also give `devices=["/dev/kfd", "/dev/dri"]`.
-  A cancelled flow run has 30 seconds, the limit of Docker workers. `container_create_kwargs` cannot be merged, so the parts
-  that trainings need are separate variables: `ipc_mode`, `ulimits`, `devices`, `cap_add`, ….
+  `container_create_kwargs` cannot be merged, so the parts that trainings need are separate variables: `ipc_mode`, `ulimits`,
+  `devices`, `cap_add`, ….
 - kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
   device plugin.
 
-Containers run `prefect-torch execute`, which leaves a flow the container's whole grace period for a last checkpoint.
+Containers run `prefect-torch execute`, which leaves a flow the container's whole grace period for a last checkpoint. It kills
+one that is cancelled in Prefect, and has not exited ten minutes after the grace of its ranks.
 
 From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this directory.
 """

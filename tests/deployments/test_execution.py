@@ -10,11 +10,14 @@ import pytest
 from forked_programs import Popen, run_program
 from http_proxy import Response, proxied
 from prefect.client.orchestration import get_client
+from prefect.states import Cancelling
+from prefect.types.entrypoint import EntrypointType
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments import make_deployment
 from prefect_torch.flows import FailureConfig, RunConfig
+from slow_checkpoint import endless
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = str(Path(sys.executable).with_name("prefect-torch"))
@@ -102,6 +105,24 @@ def test_a_flow_run_is_executed_though_the_server_has_no_database_as_it_begins(p
         done = run_program([SCRIPT, "execute", str(flow_run.id)], env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, failed) == (0, ["GET"] * 5), done.stderr
         assert client.read_flow_run(flow_run.id).state.is_completed()
+
+
+@pytest.mark.timeout(300)
+def test_a_cancelled_flow_that_does_not_end_is_killed(prefect_server, tmp_path, monkeypatch):
+    """Nobody ends its container: it waited for ever. The limit is a second here, after the grace in the parameters."""
+    monkeypatch.chdir(tmp_path)
+    started = tmp_path / "started"
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server.api, "PYTHONPATH": str(SUPPORT)}
+    with get_client(sync_client=True) as client:
+        given = {"started": str(started), "failure": {"grace_s": 0}}
+        deployment = endless.to_deployment("endless", parameters=given, entrypoint_type=EntrypointType.MODULE_PATH)
+        flow_run = client.create_flow_run_from_deployment(deployment.apply())
+        command = [sys.executable, str(SUPPORT / "hurried_execute.py"), "prefect-torch", "execute", str(flow_run.id)]
+        with Popen(command, env=environment) as process:
+            wait_until(started.exists, "the flow")
+            client.set_flow_run_state(flow_run.id, Cancelling())
+            process.wait(120)
+        assert client.read_flow_run(flow_run.id).state.is_cancelled()
 
 
 def test_prefects_own_command_kills_a_flow_that_still_checkpoints(container):

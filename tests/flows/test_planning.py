@@ -195,6 +195,6 @@ def test_a_grace_is_compared_with_that_of_the_pods(store):
     assert line(found, "machines") == ("ok", "8 ranks on machines of KubernetesCluster, which was not contacted")
     status, text = line(found, "grace")
     assert status == "warning"
-    assert "a pod is killed 60 s after it is cancelled" in text
+    assert "a pod is killed 60 s after the request to end" in text
     assert "give at most grace_s=55" in text
     assert line(planned(store, scaling=pods, failure=FailureConfig(grace_s=55)), "grace")[0] == "ok"
