@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeAlias
 
 import prefect
@@ -15,6 +16,7 @@ from prefect.logging.loggers import flow_run_logger
 Logger: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 _LIBRARY = logging.getLogger("prefect_torch.ckpt")
+_current: "ContextVar[_ToRun | None]" = ContextVar("library_log", default=None)
 
 
 def get_run_logger() -> Logger:
@@ -34,8 +36,9 @@ def get_run_logger() -> Logger:
 
 @contextmanager
 def library_logs_in_run() -> Iterator[None]:
-    """Copy the records of this thread about checkpoints, from INFO on, to the log of the current run.
+    """Copy the records about checkpoints, from INFO on, to the log of the current run.
 
+    They are those of this thread, and of threads that work in a copy of its context; within another such body, the inner run's.
     Prefect's console shows only these copies, since it would show the warnings among the records twice.
     """
     handler = _ToRun(get_run_logger())
@@ -44,9 +47,11 @@ def library_logs_in_run() -> Iterator[None]:
         _LIBRARY.addHandler(handler)
         for console in consoles:
             console.addFilter(handler.leaves_out)
+        token = _current.set(handler)
         try:
             yield
         finally:
+            _current.reset(token)
             for console in consoles:
                 console.removeFilter(handler.leaves_out)
             _LIBRARY.removeHandler(handler)
@@ -81,13 +86,12 @@ class _ToRun(logging.Handler):
     def __init__(self, run_logger: Logger) -> None:
         super().__init__(logging.INFO)
         self._run_logger = run_logger
-        self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.thread == self._thread:  # the training of another thread has its own log
+        if _current.get() is self:  # the training of another thread has its own log
             self._run_logger.log(record.levelno, "%s", record.getMessage())
 
     def leaves_out(self, record: logging.LogRecord) -> bool:
         """Return whether this handler has not copied the record."""
-        is_copied = record.thread == self._thread and record.levelno >= self.level
+        is_copied = _current.get() is self and record.levelno >= self.level
         return not (is_copied and record.name.startswith(f"{_LIBRARY.name}."))

@@ -1,4 +1,7 @@
-"""Parallel I/O: a request for a small object is mostly waiting, and one for a large object does not fill the network."""
+"""Parallel I/O: a request for a small object is mostly waiting, and one for a large object does not fill the network.
+
+Each thread works in a copy of the caller's context, which has the end of its retries and the log of its run.
+"""
 
 import os
 import sys
@@ -7,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -44,6 +48,7 @@ def _read_while_quick(wanted: Sequence[T], read: Callable[[T], R]) -> list[R]:
 def _read_in_threads(wanted: Sequence[T], read: Callable[[T], R]) -> list[R]:
     num_threads = min(AT_ONCE, len(wanted))
     failed = threading.Event()
+    contexts = [copy_context() for _ in range(num_threads)]
 
     def read_share(first: int) -> list[R]:
         done: list[R] = []
@@ -59,7 +64,7 @@ def _read_in_threads(wanted: Sequence[T], read: Callable[[T], R]) -> list[R]:
 
     with ThreadPoolExecutor(num_threads, _READERS) as pool:
         try:
-            shares = list(pool.map(read_share, range(num_threads)))
+            shares = list(pool.map(lambda first: contexts[first].run(read_share, first), range(num_threads)))
         except BaseException:
             failed.set()  # an interrupted caller does not wait for the rest
             raise
@@ -75,7 +80,7 @@ def for_each(items: Iterable[T], work: Callable[[T], R], at_once: int = _LARGE_A
     if len(wanted) == 1:
         return [work(wanted[0])]
     with ThreadPoolExecutor(at_once, "prefect-torch-files") as pool:
-        futures = [pool.submit(work, item) for item in wanted]
+        futures = [pool.submit(copy_context().run, work, item) for item in wanted]
         try:
             return [future.result() for future in futures]
         finally:

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.storage import retry
 from prefect_torch.ckpt.storage.backends import _has_own_keys
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.parallel import for_each, read_all
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
 
 AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
@@ -130,6 +131,15 @@ def test_what_lasts_on_a_folder_is_raised_at_once(tmp_path, monkeypatch, code):
     with pytest.raises(OSError, match=os.strerror(getattr(errno, code))):
         storage.put_bytes("run/x", b"1")
     assert failing.fired == 1
+
+
+@pytest.mark.parametrize("read", [read_all, for_each])
+def test_retries_of_a_context_end_with_its_event_in_the_threads_that_read_for_it(memory, read):
+    storage = RetryingStorage(lambda: Flaky(memory, 10**6, ConnectionResetError("reset by peer")), RetryPolicy(0, 0, 0))
+    end = threading.Event()
+    end.set()
+    with retries_ended_by(end), pytest.raises(StorageError, match="failed 1 times"):
+        read(["x", *"abcdefghijk"], lambda key: key == "x" and storage.put_bytes(key, b"1"))
 
 
 def test_after_the_deadline_it_says_what_was_tried(memory):

@@ -6,12 +6,15 @@ from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from crash_points import open_run
+from flipping_storage import FlippingStorage
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import Result, RunConfig
 from prefect_torch.flows.monitoring import messages
 from prefect_torch.flows.monitoring.messages import LocationObserver
@@ -19,6 +22,8 @@ from prefect_torch.flows.result import summarize
 from prefect_torch.tasks import run_logs
 from prefect_torch.tasks.run_logs import library_logs_in_run
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
+from ranks import Attempt as RankAttempt
+from ranks import folder
 
 CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
 
@@ -142,3 +147,16 @@ def test_a_line_about_checkpoints_is_shown_once(monkeypatch):
         root.removeHandler(console)
     shown = console.console.file.getvalue()
     assert [shown.count(text) for text in ("damaged", "of another thread", "of no run")] == [1, 1, 1]
+
+
+def test_a_bit_that_flips_as_several_files_are_verified_is_told_in_the_runs_log(monkeypatch, caplog, tmp_path):
+    """Each file is verified in a thread of its own."""
+    monkeypatch.setattr(run_logs, "get_run_logger", lambda: logging.getLogger("of-a-run"))
+    store = open_run(LocalStorage(tmp_path / "store"))
+    RankAttempt(store).session().report({}, folder(tmp_path / "c", a=b"first", b=b"second"))
+    (manifest,) = store.list()
+    flipping = FlippingStorage(store.storage, None)
+    with library_logs_in_run():
+        open_run(flipping).verify(manifest)
+    told = [it.getMessage() for it in caplog.records if it.name == "of-a-run"]
+    assert len([line for line in told if line.endswith("a connection or a memory here flips bits")]) == flipping.fired > 1
