@@ -64,7 +64,7 @@ class RunRecorder:
         newest = max((it.id for it in listed), default=None)
         self._history = HistoryWriter(store, attempt, newest, lost)
         # Only for the decisions of a resumed run; for any other run, reading the whole history would be useless.
-        before = [] if job.decisions is None or restored is None else [*read_history(store), *lost]
+        before = [] if job.decisions is None or restored is None else read_history(store)  # has the lost ones in their places
         self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else read_manifests(replace(store, memory=memory), listed)

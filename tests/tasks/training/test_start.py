@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -242,6 +242,29 @@ def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_
         recorder.close()
     assert len(repairs) == 1
     assert not caplog.records
+
+
+def test_a_report_that_a_killed_leader_lost_is_not_newer_than_those_of_later_attempts(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=object())
+    asked = []
+
+    def lead(attempt):
+        recorder = RunRecorder(store, job, attempt.number, attempt.restored.manifest, SimpleNamespace(notify=id))
+        recorder.on_request = asked.append
+        return recorder
+
+    Attempt(store).session().report({"loss": 1, "val_loss": 1}, folder(tmp_path / "c", model="x"), step=1)
+    second = Attempt(store)
+    with disable_run_logger():
+        recorder = lead(second)
+        second.session().report({"loss": 2, "val_loss": 2}, folder(tmp_path / "c", model="x"), step=2)
+        recorder.record(ReportEvent(MetricRecord(2, 2, {"loss": 2, "val_loss": 2}, store.listed()[-1].id, utc_now())))
+        recorder.close()
+        recorder = lead(Attempt(store))
+        recorder.record(DecisionRequest(0, 3, 3, {"loss": 3}, None))
+        recorder.close()
+    assert [request.newest for request in asked] == [{"loss": 3, "val_loss": 2}]
 
 
 def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_once_there_is_room(
