@@ -144,7 +144,7 @@ class Gathering:
         """Return why machines did not come, by their names."""
         reasons = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
         came_as = self._came_as()
-        reasons.update({name: reason for name, reason in self._failed.items() if name not in came_as})
+        reasons.update({name: reason for name, reason in dict(self._failed).items() if name not in came_as})
         return reasons
 
     def release(self) -> None:

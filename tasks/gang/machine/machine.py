@@ -68,7 +68,8 @@ class RemoteMachine:
             most_ranks: How many ranks the machine will have at most.
 
         """
-        self._send({"type": "prepare", **self._orders(self._environment, min(most_ranks, self.slots))})
+        environment = {**_of_storages(), **self._environment}
+        self._send({"type": "prepare", **self._orders(environment, min(most_ranks, self.slots))})
 
     def watch(self, others: "Sequence[RemoteMachine]") -> None:
         """Have the agent check from now on whether its machine reaches `others`, and report when it no longer does."""
@@ -208,11 +209,14 @@ class Pulse:
                 machine.look(passed_s if passed_s > _ASLEEP_S else 0.0)
 
 
+def _of_storages() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_STORAGES)}
+
+
 def _carried(storage: StorageSpec) -> dict[str, str]:
     """Return the variables that the storage needs on another machine: to renew its login, Prefect's settings as well."""
-    carried = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORAGES)}
     if storage.credential_source is None:
-        return carried
+        return _of_storages()
     # Prefect's API may be set in a profile, which the other machine does not have.
     own = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_") and name != "PREFECT_PROFILE"}
-    return {**carried, **own, **get_current_settings().to_environment_variables(exclude_unset=True)}
+    return {**_of_storages(), **own, **get_current_settings().to_environment_variables(exclude_unset=True)}

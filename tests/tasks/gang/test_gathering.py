@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -25,7 +26,9 @@ from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.launcher import AgentLauncher
 from prefect_torch.tasks.gang.machine.link import LinkError
+from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.versions import versions
+from prefect_torch.tasks.gang.processes.fork_servers import ProcessContext
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.failures import counts_against
 from servers import free_port
@@ -352,6 +355,27 @@ def test_a_rank_whose_storage_is_a_block_reaches_prefect_as_the_flow_does_by_its
         (machine,) = gathering.wait(lambda: None)
         told = [line for lines in machine.run("teller", None, storage).lines(1.0) for line in lines]
     assert told == [str(["http://127.0.0.1:1/api", "key", None] if renews else [None, None, None])]
+
+
+def test_a_machine_prepares_what_its_ranks_are_forked_from(monkeypatch):
+    """With the variables that fsspec reads when it is imported."""
+    monkeypatch.setenv("FSSPEC_S3_ENDPOINT_URL", "http://127.0.0.1:1")
+    orders, send = {}, RemoteMachine._send
+
+    def record(machine, header, body=b""):
+        orders[header["type"]] = header
+        if header["type"] != "start":
+            send(machine, header, body)
+
+    monkeypatch.setattr(RemoteMachine, "_send", record)
+    own = {"rank": 0, "local_rank": 0, "local_world_size": 1}
+    spec = SimpleNamespace(**own, records_collectives=False, storage=StorageSpec("s3://bucket"), environment=dict)
+    cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), prepares=True) as gathering:
+        (machine,) = gathering.wait(lambda: None)
+        machine.start(spec)
+    prepared, started = (ProcessContext.of_rank(orders[name]["environment"]) for name in ("prepare", "start"))
+    assert prepared == started
 
 
 def test_a_rank_that_writes_more_than_the_leader_takes_waits(tmp_path):
