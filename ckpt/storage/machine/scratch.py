@@ -16,7 +16,9 @@ import xxhash
 from .mounts import is_local
 
 _PREFIX = ".prefect-torch-scratch-"
+_OF = "of-"  # before the name of the other directory that is removed with one
 _held: dict[Path, int] = {}  # the descriptor by which this process holds each, until it ends
+_companions: dict[Path, Path] = {}  # of directories that another machine's process has named
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LEAST_AGE_S = 24 * 3600.0
 
@@ -29,23 +31,36 @@ def make_scratch(parent: Path | None = None) -> Path:
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
     _sweep(parent)
+    return _make(parent)
+
+
+def _make(parent: Path, name: str | None = None) -> Path:
     made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # no process sweeps it before it is held
     descriptor = _hold(made)
-    folder = made.replace(parent / f"{_PREFIX}{own_mark()}-{made.name.rpartition('-')[2]}")
+    folder = made.replace(parent / f"{_own_prefix()}{name or made.name.rpartition('-')[2]}")
     _held[folder] = descriptor
     return folder
 
 
 def hold_scratch(folder: Path) -> None:
-    """Hold a directory that another machine's process has named; do nothing if it is held already."""
-    if folder not in _held:
-        _held[folder] = _hold(folder)
+    """Hold a directory that another machine's process has named; do nothing if it is held already.
+
+    If this process is killed, the next one here removes it, although its name has the other machine's mark: a companion says
+    so. A directory that the other machine may have made itself gets none.
+    """
+    if folder in _held:
+        return
+    _held[folder] = _hold(folder)
+    if is_local(folder) and not folder.name.startswith(_own_prefix()):
+        _companions[folder] = _make(folder.parent, f"{_OF}{folder.name}")
 
 
 def remove_scratch(folder: Path) -> None:
     """Delete a directory of this process."""
     shutil.rmtree(folder, ignore_errors=True)
     os.close(_held.pop(folder))
+    if (companion := _companions.pop(folder, None)) is not None:
+        remove_scratch(companion)
 
 
 @contextmanager
@@ -62,14 +77,21 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 def _sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
-            if not folder.name.startswith(f"{_PREFIX}{own_mark()}-") and not is_of_earlier_boot(folder):
-                continue
-            descriptor = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
+            if folder.name.startswith(_own_prefix()) or is_of_earlier_boot(folder):
+                _remove_unheld(folder)
+
+
+def _remove_unheld(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _, is_companion, other = folder.name.partition(f"-{_OF}")
+        if is_companion:
+            with suppress(FileNotFoundError):
+                _remove_unheld(folder.with_name(other))
+        shutil.rmtree(folder)
+    finally:
+        os.close(descriptor)
 
 
 def downloads_folder() -> Path:
@@ -85,6 +107,10 @@ def lies_in_downloads(path: Path) -> bool:
 def own_mark() -> str:
     """Return this kernel's mark, which is in the names of directories that only its processes use."""
     return xxhash.xxh3_64_hexdigest(kernel_id().encode())
+
+
+def _own_prefix() -> str:
+    return f"{_PREFIX}{own_mark()}-"
 
 
 def _hold(folder: Path) -> int:

@@ -16,11 +16,20 @@ from prefect_torch.ckpt.storage.machine.scratch import make_scratch
 print(make_scratch(Path(sys.argv[1])), flush=True)
 sys.stdin.read()
 """
+HOLD = """
+import sys
+from pathlib import Path
+from prefect_torch.ckpt.storage.machine import scratch
+scratch.is_local = lambda _: sys.argv[2] == "True"
+scratch.hold_scratch(Path(sys.argv[1]))
+print(sys.argv[1], flush=True)
+sys.stdin.read()
+"""
 
 
 @contextmanager
-def scratch_of_another_process(parent):
-    command = [sys.executable, "-c", MAKE, str(parent)]
+def scratch_of_another_process(*arguments, program=MAKE):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             folder = Path(process.stdout.readline().strip())
@@ -91,6 +100,25 @@ def test_a_folder_of_another_machines_name_is_held(tmp_path):
         assert folder.exists()
     remove_scratch(folder)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_killed_process_leaves_no_folder_that_this_machine_has_made_by_another_ones_name(tmp_path, is_local):
+    """Where it may be the other machine's own, that one removes it."""
+    (folder := tmp_path / f".prefect-torch-scratch-{'0' * 16}-there").mkdir()
+    with scratch_of_another_process(folder, is_local, program=HOLD), scratch_of_another_process(tmp_path):
+        assert folder.exists()
+    with scratch_of_another_process(tmp_path) as third:
+        assert sorted(tmp_path.iterdir()) == sorted([third, *([] if is_local else [folder])])
+
+
+def test_a_folder_of_another_machines_name_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(scratch, "is_local", lambda _: True)
+    (folder := tmp_path / f".prefect-torch-scratch-{'0' * 16}-there").mkdir()
+    hold_scratch(folder)
+    assert len(list(tmp_path.iterdir())) == 2
+    remove_scratch(folder)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_somebody_has_deleted_can_be_removed(tmp_path):
