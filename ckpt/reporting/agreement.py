@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state.planner import StateDecision, StateDescription
 
 Upload: TypeAlias = Literal["sync", "async"]
+AsksLeader: TypeAlias = Literal["", "with a checkpoint", "always"]
 _OF_EACH_RANK = {"rank", "files", "metadata", "state", "directory", "following"}
 
 
@@ -29,7 +30,8 @@ class Intent:
         directory: The identity of the directory of its files, equal on ranks that share it; "" if they are not adopted.
         error: The reason why it cannot take part in this report, or None.
         num_requests: How often it has called should_checkpoint() so far.
-        asks_leader: Whether the leader decides after this report if the training goes on; only rank 0's value counts.
+        asks_leader: Whether the leader decides after this report if the training goes on: "with a checkpoint", if any rank
+            stores one; only rank 0's value counts.
         awaits_commits: Whether it returns only once the background commits so far are durable, though it stores nothing.
         following: The files, the state and the directory of each of the ranks that follow it.
 
@@ -44,7 +46,7 @@ class Intent:
     directory: str = ""
     error: str | None = None
     num_requests: int = 0
-    asks_leader: bool = False
+    asks_leader: AsksLeader = ""
     awaits_commits: bool = False
     following: list[tuple[list[str], StateDescription | None, str]] = field(default_factory=list)
 
@@ -148,7 +150,7 @@ def decide(
     if isinstance(state, ReportMismatchError):
         return Agreement(step, error=RemoteError.of(state))
     if not storing:
-        return Agreement(step, asks_leader=intents[0].asks_leader)
+        return Agreement(step, asks_leader=intents[0].asks_leader == "always")
     metadata: dict[str, Any] = {}
     for intent in reversed(storing):
         metadata.update(intent.metadata)
@@ -161,7 +163,7 @@ def decide(
         sharing=_sharing(storing),
         metadata=metadata,
         state=state,
-        asks_leader=intents[0].asks_leader,
+        asks_leader=intents[0].asks_leader != "",
     )
 
 

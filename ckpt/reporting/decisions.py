@@ -9,6 +9,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.runs.metrics import Metrics, as_float, find_score
 
+from .agreement import AsksLeader
 from .events import DecisionRequest, EventSender
 
 TRAINING_ITERATION = "training_iteration"  # as a time: the number of reports
@@ -111,20 +112,21 @@ class Decisions:
         self._num_asked = 0
         self._stopped = False
 
-    def asks(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
-        """Return, on rank 0, whether a report asks the leader; False on other ranks.
+    def asks(self, step: int, num_reports: int, metrics: Metrics) -> AsksLeader:
+        """Return, on rank 0, whether a report asks the leader; "" on other ranks.
 
         Args:
             step: Its step.
             num_reports: Its number in this attempt, from 1.
             metrics: Its metrics.
-            has_checkpoint: Whether it stores a checkpoint.
 
         """
         if self._peers.rank != 0:
-            return False
+            return ""
         count = self._points.reports_before + num_reports
-        return self._points.ask(step, count, metrics, has_checkpoint=has_checkpoint)
+        if self._points.ask(step, count, metrics, has_checkpoint=False):
+            return "always"
+        return "with a checkpoint" if self._points.ask(step, count, metrics, has_checkpoint=True) else ""
 
     def follow(self, step: int, num_reports: int, metrics: Metrics, checkpoint: str | None) -> None:
         """Ask the leader, and return if the training goes on; every rank calls it for the same reports.

@@ -29,7 +29,7 @@ from prefect_torch.ckpt.storage.machine.handover import LentDirectories
 from prefect_torch.ckpt.storage.machine.scratch import lies_in_downloads, scratch_folder
 from prefect_torch.ckpt.text import show_class
 
-from .agreement import Intent, Upload
+from .agreement import AsksLeader, Intent, Upload
 
 if TYPE_CHECKING:  # they import torch, which only the report of a state needs
     from prefect_torch.ckpt.state.save import StateSaver, StateSnapshot
@@ -83,14 +83,14 @@ class Report:
     snapshot: "StateSnapshot | None" = None
     awaits_commits: bool = False
 
-    def intent(self, rank: int, num_requests: int, *, among: str | None = None, asks_leader: bool = False) -> Intent:
+    def intent(self, rank: int, num_requests: int, *, among: str | None = None, asks_leader: AsksLeader = "") -> Intent:
         """Return the description of the report for rank 0; the caller must send it, and call `forget_identity` afterwards.
 
         Args:
             rank: This rank.
             num_requests: The number of this rank's checkpoint requests.
             among: The round's name, by which ranks find out whether they report one directory; None for a single rank.
-            asks_leader: Whether the leader decides on this report.
+            asks_leader: Whether the leader decides on this report, or does if any rank stores a checkpoint.
 
         Raises:
             OSError: If the reported directory is gone, or cannot be written to; nothing needs to be sent then.

@@ -21,7 +21,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.machine.handover import LentDirectories
 from prefect_torch.ckpt.text import utc_now
 
-from .agreement import Agreement
+from .agreement import Agreement, AsksLeader
 from .background import BackgroundCommits
 from .checkpoint_requests import CheckpointRequests
 from .commit import RankCommits, belongs_to
@@ -127,9 +127,9 @@ class RankSession:
             newest = max([self._commits.committed_step, *(commit.step for commit in self._background.commits)])
             try:
                 report = self._preparation.prepare(given, cleanup, following=following, newest=newest)
-                asks = self._decisions is not None and self._decisions.asks(
-                    report.step, self._num_reports + 1, report.metrics, has_checkpoint=report.upload is not None
-                )
+                asks: AsksLeader = ""
+                if self._decisions is not None:
+                    asks = self._decisions.asks(report.step, self._num_reports + 1, report.metrics)
                 among = self._rounds.next_name if self.context.world_size > 1 else None
                 intent = report.intent(self.context.world_rank, self._requests.num_requests, among=among, asks_leader=asks)
             except Exception as exc:

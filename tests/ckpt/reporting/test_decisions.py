@@ -1,7 +1,10 @@
+import threading
+
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, answer
-from prefect_torch.ckpt.reporting.events import EventSender
+from prefect_torch.ckpt.reporting.events import DecisionRequest, EventReceiver, EventSender
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from ranks import Attempt, folder
 
 
 class RecordedDeletions(MemoryKeyValue):
@@ -22,3 +25,28 @@ def test_a_decision_is_deleted_once_when_the_leader_makes_the_next():
         rank_0.follow(number, number + 1, {}, None)
     assert [key for key in shared.deleted if key in ("decision 0", "decision 1")] == ["decision 0", "decision 1"]
     assert [shared.check(f"decision {number}") for number in range(3)] == [False, False, True]
+
+
+def test_a_checkpoint_of_any_rank_asks_the_leader(store, tmp_path):
+    attempt, asked, returned = Attempt(store, 2, decisions=DecisionPoints(milestone=1)), [], threading.Event()
+
+    def lead():
+        receiver = EventReceiver(attempt.key_value)
+        while not returned.wait(0.01):
+            for event in receiver.drain():
+                if isinstance(event, DecisionRequest):
+                    asked.append(event)
+                    answer(attempt.key_value, event.number, Verdict(goes_on=True, milestone=3))
+
+    def train(session, rank):
+        for step in range(5):
+            has_checkpoint = rank == 1 and step != 1
+            session.report({}, folder(tmp_path / f"{step}", model="x") if has_checkpoint else None, step=step)
+
+    leader = threading.Thread(target=lead, daemon=True)
+    leader.start()
+    assert attempt.run(train) == [None, None]
+    returned.set()
+    leader.join(20)
+    assert [event.step for event in asked] == [2, 3, 4]
+    assert [event.checkpoint for event in asked] == [manifest.id for manifest in store.list()][1:]
