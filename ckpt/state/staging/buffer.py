@@ -156,9 +156,11 @@ class _Recorder:
 @cache
 def _header_and_footer(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """Return the archive header and footer of torch.save around a tensor's raw data, without a checksum of the data."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched where it is large, so it costs no memory
+    size = torch.Size(shape).numel() * dtype.itemsize
+    # Never touched where it is large, so it costs no memory; torch.empty fills its memory where algorithms are deterministic.
+    untouched = torch.UntypedStorage(size, device="cpu")  # type: ignore[no-untyped-call]  # torch has no types for it
+    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(untouched).view(shape)
     with _without_checksums():
-        size = tensor.numel() * tensor.element_size()
         if size >= _SURE_BYTES:
             recorder = _Recorder(size)
             torch.save(tensor, recorder)  # type: ignore[arg-type]  # it only writes and flushes

@@ -4,10 +4,12 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import threading
 
 import pytest
 import torch
+from forked_programs import run_program
 from prefect_torch.ckpt.state import expected_size
 from prefect_torch.ckpt.state.plan import TensorShard, plan_writes
 from prefect_torch.ckpt.state.staging import spare_memory
@@ -210,6 +212,25 @@ def test_a_report_of_a_directory_gives_the_memory_back(store, tmp_path):
         spare_memory.prepare(16 * MIB)
         session.report({}, folder(tmp_path / "files", weights="x"))
         assert spare_memory.release() is None
+
+
+MEASURE = """
+from pathlib import Path
+import torch
+from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
+torch.use_deterministic_algorithms(True)
+StagingBuffer([(torch.float32, (8,))])  # what any first buffer costs
+Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+peak = lambda: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+before = peak()
+buffer = StagingBuffer([(torch.float32, (2**26,))])
+print(peak() - before)
+"""
+
+
+def test_a_buffer_of_256_mib_costs_less_than_32_mib_before_it_is_filled_by_any_algorithms():
+    told = run_program([sys.executable, "-c", MEASURE], check=True, capture_output=True, text=True).stdout
+    assert int(told) * 1024 < 32 * MIB
 
 
 def test_an_estimate_suffices_for_what_a_rank_stages():
