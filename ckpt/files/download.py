@@ -94,14 +94,14 @@ def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> 
 
 
 @contextmanager
-def found_files(run: Run, manifest: Manifest) -> Iterator[Path | None]:
-    """Yield the directory with all files of a checkpoint if a process on this node has downloaded them, else None.
+def found_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path | None]:
+    """Yield the directory with `files` of a checkpoint if processes on this node have downloaded all of them, else None.
 
     Nothing is downloaded or verified.
     """
     from .cache import found  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
 
-    with found(_cache_name(run, manifest), [entry.path for entry in manifest.files]) as folder:
+    with found(_cache_name(run, manifest), [entry.path for entry in files]) as folder:
         yield folder
 
 

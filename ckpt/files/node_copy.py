@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
-from .download import cached_files
+from .download import cached_files, found_files
 
 _ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class NodeCopy:
             CheckpointNotFoundError: If the checkpoint is being pruned.
 
         """
-        if level != "digest" or not _can_keep(run, manifest, manifest.files):
+        if level != "digest" or _is_in_place(run, manifest) or not _has_room(manifest.files):
             verify(run, manifest, level)
             return
         verify(run, manifest, "size")
@@ -52,17 +52,21 @@ class NodeCopy:
     def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
         """Return a directory with `files`, verified, of which each was downloaded once on this node.
 
-        Returns None if `files` is empty, they are read in place, there is too little space, or the disk fails.
+        Returns None if `files` is empty, they are read in place, there is too little space for those that this node does not
+        have yet, or the disk fails.
 
         Raises:
             CheckpointCorruptError: If a file differs from the committed one.
             CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
         """
-        if not files or not _can_keep(run, manifest, files):
+        if not files or _is_in_place(run, manifest):
             return None
         try:
-            return self._kept.enter_context(cached_files(run, manifest, files))
+            with found_files(run, manifest, files) as found:
+                if found is None and not _has_room(files):
+                    return None
+                return self._kept.enter_context(cached_files(run, manifest, files))
         except CheckpointError:
             raise
         except OSError as exc:  # this machine's disk failed, which a read or a verification does not need
@@ -83,7 +87,9 @@ def despite_damaged_copy() -> Iterator[None]:
         _logger.warning("%s; reading it from where it was committed", exc)
 
 
-def _can_keep(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> bool:
-    if run.storage.local_path(run.layout.data(manifest.id)) is not None:
-        return False
+def _is_in_place(run: Run, manifest: Manifest) -> bool:
+    return run.storage.local_path(run.layout.data(manifest.id)) is not None
+
+
+def _has_room(files: Collection[FileEntry]) -> bool:
     return shutil.disk_usage(tempfile.gettempdir()).free >= _ROOM * sum(entry.bytes for entry in files)

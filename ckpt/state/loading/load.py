@@ -113,7 +113,7 @@ def _opened_copy(source: Source) -> Iterator[StateReader | None]:
         yield None
         return
     run, manifest = source
-    with found_files(run, manifest) as folder:
+    with found_files(run, manifest, manifest.files) as folder:
         yield None if folder is None else StateReader(LocalStorage(folder), "", str(folder), _by_path(manifest))
 
 

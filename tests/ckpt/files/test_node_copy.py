@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,26 @@ def test_the_ranks_of_a_node_download_a_replicated_state_once(bucket, node, tmp_
     reads = sorted(key for verb, key in bucket.operations if verb in (*DATA, "get_bytes") and "/checkpoints/" in key)
     paths = [it.path for it in manifest.files if it.path != DCP_METADATA_FILE]
     assert reads == sorted(open_run(bucket).layout.data(manifest.id, path) for path in paths)
+    assert cached(node) == []
+
+
+def test_a_rank_that_comes_late_finds_what_is_there_however_little_space_is_left(bucket, node, tmp_path, monkeypatch):
+    manifest = report(bucket, tmp_path, "state")
+    size = sum(entry.bytes for entry in manifest.files)
+
+    def disk_usage(_, left=2.2 * size):
+        return SimpleNamespace(free=left - sum(path.stat().st_size for path in cached(node)))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    ranks = [open_run(bucket).checkpoint(manifest) for _ in range(2)]
+    bucket.operations.clear()
+    for checkpoint in ranks:
+        checkpoint.node_copy = NodeCopy(2)
+        use_state(checkpoint)
+    reads = [key for verb, key in bucket.operations if verb in (*DATA, "get_bytes") and "/checkpoints/" in key]
+    assert len(reads) == len(set(reads)) == len(manifest.files) - 1, "all but torch's own index"
+    for checkpoint in ranks:
+        checkpoint.node_copy.release()
     assert cached(node) == []
 
 
