@@ -3,6 +3,7 @@
 import ctypes
 import signal
 import sys
+import threading
 
 _MOST_BYTES = 256  # of a struct sigaction
 
@@ -19,7 +20,9 @@ class SigtermAction:
             self._action = action.raw
 
     def restore(self) -> None:
-        """Restore the action of SIGTERM."""
+        """Restore the action of SIGTERM; do nothing in another thread than the main one, where no Trainer changes it either."""
+        if threading.current_thread() is not threading.main_thread():  # Python refuses it there
+            return
         if self._handler is not None:  # Python's own record; None for a handler that C code installed
             signal.signal(signal.SIGTERM, self._handler)
         if self._action:

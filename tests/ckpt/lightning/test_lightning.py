@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -497,6 +498,13 @@ def test_a_sigterm_is_left_to_end_the_process(store):
     handlers = []
     fit(Attempt(store), model=Regression(at_step=1, then=lambda: handlers.append(signal.getsignal(signal.SIGTERM))))
     assert handlers == [signal.getsignal(signal.SIGTERM)] == [signal.SIG_DFL]
+
+
+def test_a_trainer_fits_in_a_thread_of_the_training_function(store):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fit, Attempt(store), max_epochs=2).result()
+    assert len(store.list()) == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
