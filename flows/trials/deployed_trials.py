@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
@@ -53,6 +54,9 @@ def check_deployment(name: str, run_config: RunConfig, storage: StorageSpec) -> 
         raise ValueError(f"trials_on={name!r}: give a deployment of the flow {_FLOW!r}, such as '{_FLOW}/gpu'")
     if run_config.sync is not None or storage.url.startswith("memory:"):
         raise ValueError(f"trials_on={name!r} needs a storage that all machines reach themselves, not {storage.url}")
+    given = run_config.storage
+    if isinstance(given, Block) and given._block_document_name is None:  # noqa: SLF001 - Prefect has no public name for it
+        raise ValueError(f"trials_on={name!r}: the storage is an unsaved block, and trials need its name: save it first")
     with get_client(sync_client=True) as client:
         try:
             read_deployment(client, name)

@@ -33,6 +33,7 @@ from prefect.settings import (
 from prefect.states import Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
+from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -131,6 +132,7 @@ WRONG = [
     ("gpu", {}, r"trials_on='gpu': give a deployment of the flow 'train', such as 'train/gpu'"),
     ("train/nowhere", {}, "trials_on='train/nowhere': there is no deployment 'train/nowhere'; those deployed are: "),
     ("train/gpu", {"storage": "memory://here"}, "needs a storage that all machines reach themselves"),
+    ("train/gpu", {"storage": CheckpointStorage(location="s3://bucket")}, "the storage is an unsaved block, and trials need"),
 ]
 
 
