@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
 from prefect.blocks.core import Block
@@ -38,6 +38,7 @@ from pydantic_core import to_jsonable_python
 from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended, is_ending
 from .trial_runs import Training, TrialDecisions, warn_of_outage
 
+_Budget: TypeAlias = Literal["max_preemptions", "max_infrastructure_failures"]
 _FLOW = "train"
 _PAUSE_S = 0.5
 _CANCEL_S = 60.0
@@ -255,14 +256,18 @@ class DeployedTrials:
             return None
         run = self._sweep.beside(trial.run)
         status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
-        if status is not None and status.outcome is not None:
-            return end_of(run, status.outcome)
+        outcome = None if status is None else status.outcome
+        is_preempted = outcome is not None and outcome.kind == "preemption"
+        if outcome is not None and not is_preempted:
+            return end_of(run, outcome)
         if self._goes_on_elsewhere(trial):
             return None
+        if is_preempted:
+            return self._count_lost(trial, "max_preemptions")
         if status is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
             said = flow_run.state.message or flow_run.state.name
             return TrialEnd("failed", f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}")
-        return self._count_lost(trial, flow_run_id)
+        return self._count_lost(trial, self._budget_of(trial, flow_run_id))
 
     def _goes_on_elsewhere(self, trial: TrialRecord) -> bool:
         """Return whether another flow run trains the trial, which `start` takes over, such as one started by an automation."""
@@ -274,14 +279,17 @@ class DeployedTrials:
                 raise
             return True  # assumed: `start` looks again
 
-    def _count_lost(self, trial: TrialRecord, flow_run_id: UUID) -> TrialEnd | None:
-        """Count a lost flow run as a training counts a killed flow; return the trial's end if the budget is used up."""
-        run, failure = self._sweep.beside(trial.run), self._training.failure
+    def _budget_of(self, trial: TrialRecord, flow_run_id: UUID) -> _Budget:
+        """Return the budget against which a training counts a killed flow, which has recorded no outcome."""
+        run = self._sweep.beside(trial.run)
         attempts = list(list_attempts(run))
         led = {attempt.number for attempt in attempts if attempt.owner.flow_run_id == str(flow_run_id)}
-        budget, most = "max_infrastructure_failures", failure.max_infrastructure_failures
-        if led and max(led) in committed_attempts(run, attempts):
-            budget, most = "max_preemptions", failure.max_preemptions
+        has_committed = led and max(led) in committed_attempts(run, attempts)
+        return "max_preemptions" if has_committed else "max_infrastructure_failures"
+
+    def _count_lost(self, trial: TrialRecord, budget: _Budget) -> TrialEnd | None:
+        """Count a lost flow run as a training counts it; return the trial's end if the budget is used up."""
+        most: int = getattr(self._training.failure, budget)
         self._num_lost[trial.number, budget] += 1
         num_lost = self._num_lost[trial.number, budget]
         if most == UNLIMITED or num_lost <= most:

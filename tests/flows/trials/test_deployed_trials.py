@@ -289,6 +289,20 @@ def test_a_lost_flow_run_that_has_committed_a_checkpoint_was_preempted(api, tria
         assert ends[most].reason == f"its flow run was lost {most + 1} times, with {name}={most}"
 
 
+@pytest.mark.parametrize(("kind", "most"), [("preemption", 1), (None, None)])
+def test_a_preemption_that_a_flow_run_has_recorded_counts_as_that(api, trials, tmp_path, kind, most):
+    """But not that it was suspended or gave way, which has no kind; nor with the losses that come before a checkpoint."""
+    trials._training.failure = FailureConfig(max_preemptions=1, max_infrastructure_failures=0)
+    run, ends = Run.open(str(tmp_path), TRIAL.run), []
+    for _ in range(3):
+        api.flow_run = FlowRun(id=uuid4(), flow_id=uuid4(), name="preempted", state=Crashed())
+        attempt = claim_attempt(run, Owner.current(str(api.flow_run.id)), world_size=1)
+        write_outcome(run, Outcome(attempt.number, "preempted", str(api.flow_run.id), kind))
+        trials._running = {0: (TRIAL, api.flow_run.id)}
+        ends += trials.take_ended(0).values()
+    assert [end is None for end in ends] == [most is None or place < most for place in range(3)]
+
+
 def test_the_answered_questions_of_a_flow_run_that_has_ended_are_not_looked_at_again(api, trials, tmp_path):
     sweep_run, token = Run.open(str(tmp_path), "sweep"), f"{TRIAL.run.partition('/')[2]}-0123456789abcdef"
     for key in (sweep_run.layout.asked(token), sweep_run.layout.answered(token)):
