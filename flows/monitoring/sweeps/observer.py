@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from types import TracebackType
@@ -13,6 +14,7 @@ from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, art
 from prefect_torch.flows.monitoring.text import plain_text
 from prefect_torch.flows.sweeps.journal.history import History
 from prefect_torch.tasks.prefect_api.client import LazyClient
+from prefect_torch.tasks.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
@@ -58,7 +60,8 @@ class SweepObserver:
         self._flow_run_id = flow_run_id
         self._table = table
         self._backoff = Backoff()
-        self._artifact = LiveArtifact(f"{artifact_key(view.run.name, view.run.path)}-sweep", "markdown")
+        key = f"{artifact_key(view.run.name, view.run.path)}-sweep"
+        self._artifact = LiveArtifact(key, "markdown", may_exist=has_run_before())
         self._client = LazyClient(_REQUEST_S)
         self._has_warned = False
         self._is_closing = threading.Event()
@@ -102,11 +105,11 @@ class SweepObserver:
             self._table.show(self._view)
         if is_due:
             self._backoff.record()
-            self._publish()
+            self._publish(final=final)
 
-    def _publish(self) -> None:
+    def _publish(self, *, final: bool) -> None:
         page = write_sweep(self._view, self._context, time.time())
         about = f"Sweep {plain_text(self._view.run.name)}: trials, curves, parameters"
         news = [self._view.trials(), self._context.state]
-        with without_retries():  # the next publication tries again
+        with nullcontext() if final else without_retries():  # the next publication tries again
             self._artifact.show(self._client.open(), self._flow_run_id, page, about, news)

@@ -10,7 +10,11 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageError
+from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact
+from prefect_torch.flows.monitoring.sweeps import observer
 from prefect_torch.flows.monitoring.sweeps.observer import SweepObserver
 from prefect_torch.flows.monitoring.sweeps.page import SweepContext
 from prefect_torch.flows.monitoring.sweeps.trial_table import TrialTable
@@ -57,6 +61,36 @@ def test_the_last_page_shows_how_the_sweep_has_ended(view):
     assert re.fullmatch(r"digits-[0-9a-f]{6}-sweep", page.key)
     assert "**completed** · 5 of 5 trials" in page.data
     assert "loss 0.5" in page.data
+
+
+def test_a_flow_run_that_runs_again_has_one_page(view):
+    led = []
+
+    @flow(name="observed", retries=1)
+    def observed() -> None:
+        led.append(UUID(flow_run.id))
+        with SweepObserver(view, trials, CONTEXT, led[-1]):
+            if len(led) == 1:
+                raise ValueError("no")
+
+    observed()
+    assert led[0] == led[1]
+    (page,) = pages_of(led[0])
+    assert "**completed**" in page.data
+
+
+def test_the_last_page_is_tried_again_and_the_ones_before_it_once(view, monkeypatch):
+    """Refused once, as by a busy server, the last page showed the sweep as running for ever."""
+    shown = {}
+
+    def show(_artifact, _client, _flow_run_id, _data, _about, news):
+        shown.setdefault(news[-1], PREFECT_CLIENT_MAX_RETRIES.value())
+
+    monkeypatch.setattr(LiveArtifact, "show", show)
+    monkeypatch.setattr(observer, "_LOOK_S", 0.01)
+    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 7}):
+        lead(view, lambda: wait_until(lambda: "running" in shown, "a page"))
+    assert shown == {"running": 0, "completed": 7}
 
 
 @pytest.mark.parametrize(("error", "state"), [(ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted")])
