@@ -1,5 +1,7 @@
 """A sweep as commands read it from its storage."""
 
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ class SweepRecords:
 
     @classmethod
     def read(cls, store: CheckpointStore) -> "SweepRecords":
-        """Read the sweep; costs its journal, and some requests for each of up to 200 trials.
+        """Read the sweep; costs its journal, and some requests for each trial.
 
         Raises:
             FileNotFoundError: If it has no definition.
@@ -40,7 +42,7 @@ class SweepRecords:
 
         """
         definition = require_definition(store)
-        view = SweepView(store, definition)
+        view = SweepView(store, definition, max_curves=sys.maxsize, longest_s=math.inf)  # there is no next look
         trials, lost = read_known_trials(store)
         view.record(trials)
         view.read()

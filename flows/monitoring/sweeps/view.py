@@ -15,8 +15,8 @@ from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, Tri
 from .parameters import Value, parameters_of
 from .trial_curves import TrialCurve, read_curve
 
-MAX_CURVES = 200  # of more trials, only the best and the newest ones have a curve
-_LONGEST_S = 10.0  # for one look at the runs
+_MAX_CURVES = 200
+_LONGEST_S = 10.0
 _Version: TypeAlias = tuple[str, TrialState, int]
 
 
@@ -59,14 +59,26 @@ class SweepView:
     Args:
         run: The sweep.
         definition: The space and the metrics of the sweep.
-        clock: Returns seconds; ten seconds after a look began, no more runs are read.
+        clock: Returns seconds.
+        max_curves: The number of trials with a curve; of more trials, only the best and the newest ones have one.
+        longest_s: After how long a look reads no more runs, which the next one then reads.
 
     """
 
-    def __init__(self, run: Run, definition: Definition, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: Run,
+        definition: Definition,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_curves: int = _MAX_CURVES,
+        longest_s: float = _LONGEST_S,
+    ) -> None:
         self.run = run
         self.definition = definition
         self._clock = clock
+        self._max_curves = max_curves
+        self._longest_s = longest_s
         self._records: History = {}
         self._curves: dict[int, TrialCurve] = {}
         self._earlier: dict[int, tuple[tuple[str, ...], TrialCurve]] = {}  # the runs that a trial has left, and their reports
@@ -92,13 +104,13 @@ class SweepView:
         self._records = dict(trials)
 
     def read(self) -> None:
-        """Read the runs of trials that have changed; costs some requests for each, and ten seconds at most.
+        """Read the runs of trials that have changed; costs some requests for each, and ten seconds at most by default.
 
         Raises:
             StorageError: If the storage does not answer.
 
         """
-        until_s = self._clock() + _LONGEST_S
+        until_s = self._clock() + self._longest_s
         due = [record for record in self._wanted() if self._is_changed(record)]
         while due and self._clock() < until_s:
             batch, due = due[:AT_ONCE], due[AT_ONCE:]
@@ -125,10 +137,10 @@ class SweepView:
     def _wanted(self) -> Sequence[TrialRecord]:
         """Return the trials whose curves are shown: all, or those that run, the best and the newest ones."""
         newest = sorted(self._records.values(), key=lambda it: (it.state != "running", -it.number))
-        if len(newest) <= MAX_CURVES:
+        if len(newest) <= self._max_curves:
             return newest
-        best = sorted(newest, key=self._order)[: MAX_CURVES // 2]
-        return list({it.number: it for it in (*newest[: MAX_CURVES // 2], *best)}.values())
+        best = sorted(newest, key=self._order)[: self._max_curves // 2]
+        return list({it.number: it for it in (*newest[: self._max_curves // 2], *best)}.values())
 
     def _order(self, record: TrialRecord) -> float:
         score = score_in(record.metrics, record.state, self.metric, self.mode)

@@ -11,6 +11,8 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.deployments.command_line.runs import selection
+from prefect_torch.deployments.command_line.sweeps import sweep_records
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from ranks import Attempt, folder
 from stored_runs import store_run
@@ -40,6 +42,14 @@ def test_a_sweep_is_one_line_among_the_runs_with_its_trials_and_all_their_bytes(
         ("alone", None, 2048),
         ("digits", 5, 2048),
     ]
+
+
+def test_every_trial_of_a_very_large_sweep_is_read(swept, as_json, monkeypatch):
+    """Of more than the 200 that a page shows, the others had no attempts, and no step."""
+    trials = {number: TrialRecord(number, trial_run(0), {}, number) for number in range(201)}
+    monkeypatch.setattr(sweep_records, "read_known_trials", lambda _: (trials, None))
+    found = as_json("ls", swept, "digits")
+    assert (len(found), {(it["attempts"], it["step"]) for it in found}) == (201, {(1, 2)})
 
 
 def test_runs_without_a_sweep_are_listed_as_ever(local, tmp_path, command):

@@ -153,9 +153,9 @@ def test_a_slow_storage_ends_a_look_and_the_next_one_goes_on():
     assert all(trial.curve.points for trial in slow.trials())
 
 
-def test_of_very_many_trials_the_best_the_newest_and_the_running_have_curves(view, monkeypatch):
-    monkeypatch.setattr(views, "MAX_CURVES", 4)
-    view.record({it.number: replace(it, state="running" if it.number == 1 else it.state) for it in view._records.values()})
+def test_of_very_many_trials_the_best_the_newest_and_the_running_have_curves():
+    view, records = SweepView(*store_sweep(MemoryStorage()), max_curves=4), history_of(events_of_a_sweep())
+    view.record({it.number: replace(it, state="running" if it.number == 1 else it.state) for it in records.values()})
     view.read()
     assert [trial.number for trial in view.trials() if trial.curve.points] == [0, 1, 3, 4]
 
