@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import httpx
+from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt import Checkpoint, CheckpointError, CheckpointNotFoundError, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import claim_keys, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import next_number
@@ -15,12 +17,13 @@ from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.probe import probe_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import show_bytes, show_count, without_login
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, GpusBusyError, KubernetesCluster, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction
 from prefect_torch.tasks.training.leadership import lineage_of, refuse_if_alive, refuse_other_kind
@@ -137,7 +140,15 @@ def _found(subject: str, check: _Check) -> list[PlanLine]:
         lines.extend(check())
     except (CheckpointError, GpusBusyError, ValueError, TypeError, RuntimeError, OSError) as exc:
         lines.append(PlanLine(subject, "wrong", str(exc)))
+    except httpx.HTTPError as exc:
+        lines.append(_unanswered(subject, exc))
     return lines
+
+
+def _unanswered(subject: str, error: httpx.HTTPError) -> PlanLine:
+    """Return the line of a check that needs an answer of Prefect's API, and got none."""
+    api = PREFECT_API_URL.value() or "Prefect's server of this machine"
+    return PlanLine(subject, "wrong", without_login(f"{api} does not answer, or refuses: {first_line(error)}"))
 
 
 def _check_working_dir(run: RunConfig) -> Iterator[PlanLine]:
@@ -211,6 +222,8 @@ def _look_at_run(
         return _look_at_named(CheckpointStore.open(spec, run.name), run, checkpoint, initial)
     except (CheckpointError, ValueError) as exc:
         return TrainingPlan((PlanLine("start", "wrong", str(exc)),))
+    except httpx.HTTPError as exc:
+        return TrainingPlan((_unanswered("start", exc),))
 
 
 def _look_at_named(

@@ -2,12 +2,17 @@
 
 import os
 import uuid
+from dataclasses import replace
 
 import pytest
+from owners import OWNERS
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import CheckpointConfig, FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, SyncConfig, plan
 from prefect_torch.tasks.gang.gpus import allocation, locks
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
@@ -102,6 +107,20 @@ def test_nobody_is_told_to_cancel_a_flow_run_that_was_deleted(store):
     assert "Prefect's API does not know this flow run" in text
     assert f"(process {os.getpid()} on" in text
     assert "cancel it" not in text
+
+
+@pytest.mark.parametrize(("status", "said"), [(None, "ConnectError"), (401, "401 Unauthorized")])
+def test_an_api_that_cannot_tell_whether_a_run_lives_is_named(store, status, said):
+    claim_attempt(store, replace(OWNERS["unknown"], flow_run_id=str(uuid.uuid4())), world_size=1)
+    nowhere = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"})
+    with nowhere if status is None else api_that_answers(status, b"{}"):
+        api = without_login(PREFECT_API_URL.value())
+        status, text = line(planned(store), "start")
+    assert status == "wrong"
+    assert text.startswith(f"{api} does not answer, or refuses: ")
+    assert said in text
+    assert "\n" not in text
+    assert "secret" not in text
 
 
 def test_a_sweep_is_refused_as_a_training_of_its_name_would_be(store):
