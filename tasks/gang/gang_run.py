@@ -28,6 +28,11 @@ _SETTLE_S = 0.4
 class Recorder(Protocol):
     """Records the reports and commits of a training."""
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether the ranks wait for a decision."""
+        ...
+
     def record(self, event: Sent) -> None:
         """Record a report, a commit or a request of rank 0; returns immediately."""
         ...
@@ -179,6 +184,8 @@ class GangRun:
             recorder.record(event)
         if recorder is not None:
             recorder.poll()
+            if recorder.is_deciding:  # the ranks wait for the leader, perhaps for minutes, and do not hang
+                self._gang.watch.record_report()
         return finished
 
     def _find_problem(self) -> RankFailedError | None:

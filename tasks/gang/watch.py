@@ -30,7 +30,7 @@ class RankWatch:
         self._heard_s = dict.fromkeys(ranks, self._looked_s)
 
     def record_report(self) -> None:
-        """Record that the ranks have reported."""
+        """Record that the ranks have reported, or wait for a decision on their report."""
         self._reported_s = self._clock()
 
     def record_heartbeats(self, heartbeats: Mapping[int, int]) -> None:

@@ -68,6 +68,7 @@ class RunRecorder:
         self._newest_metrics = newest_of_each(before)
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else read_manifests(replace(store, memory=memory), listed)
+        self._deciding: Future[None] | None = None
         self._retention = RetentionSchedule(job, attempt, known, self._restored_id, observers, memory)
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
@@ -84,12 +85,17 @@ class RunRecorder:
         """Whether a checkpoint of this attempt is known to be committed."""
         return self.newest != self._restored_id
 
+    @property
+    def is_deciding(self) -> bool:
+        """Whether the ranks wait for a decision."""
+        return self._deciding is not None and not self._deciding.done()
+
     def record(self, event: Sent) -> None:
         """Record a report or a commit of rank 0, or decide on its request; returns immediately."""
         if isinstance(event, DecisionRequest):
             assert self.on_request is not None, f"ranks that must not ask sent {event}"
             decide = partial(self.on_request, replace(event, earlier=dict(self._newest_metrics)))
-            self._submit(decide, "a decision could not be made, so the training ends with this report")
+            self._deciding = self._submit(decide, "a decision could not be made, so the training ends with this report")
             return
         self._observers.notify(event)
         if isinstance(event, CommitEvent):

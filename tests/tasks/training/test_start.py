@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
-from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, ReportEvent
+from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
+from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -20,6 +22,10 @@ from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.retry import LoginError
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.gang.gang import Gang
+from prefect_torch.tasks.gang.gang_run import GangRun
+from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.watch import RankWatch
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
@@ -265,6 +271,33 @@ def test_a_report_that_a_killed_leader_lost_is_not_newer_than_those_of_later_att
         recorder.record(DecisionRequest(0, 3, 3, {"loss": 3}, None))
         recorder.close()
     assert [request.newest for request in asked] == [{"loss": 3, "val_loss": 2}]
+
+
+def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):
+    """A sweep that is started again may take minutes to answer."""
+    now_s, is_decided, key_value = [0.0], threading.Event(), MemoryKeyValue()
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    gang = Gang([], None)
+    gang.watch = RankWatch([0], 5.0, lambda: now_s[0])
+
+    def problem_after(seconds):
+        for _ in range(seconds):
+            now_s[0] += 1
+            run._advance()
+            gang.watch.record_heartbeats({0: int(now_s[0])})
+        return gang.watch.problem([0])
+
+    with disable_run_logger():
+        recorder = RunRecorder(CheckpointStore.open(tmp_path, "run"), job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder.on_request = lambda _: is_decided.wait()
+        run = GangRun(gang, key_value, recorder, Termination(0.0))
+        EventSender(key_value).send(DecisionRequest(1, 1, 1, {}, None))
+        try:
+            assert problem_after(9) is None
+        finally:
+            is_decided.set()
+            recorder.close()
+        assert "no report came for 5 s" in str(problem_after(6))
 
 
 def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_once_there_is_room(
