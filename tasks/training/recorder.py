@@ -104,8 +104,7 @@ class RunRecorder:
                 self._submit(self.on_first_commit, "the pin of the checkpoint that the run started from could not be removed")
                 self.on_first_commit = None
             self._write(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
-            if self._index.add(event.id):
-                self._write(self._index.write, "the index of manifests")
+            self._write(partial(self._add_to_index, event.id), "the index of manifests")
             self._retention.committed(event)
             if event.id in self._reported:
                 self._reported.remove(event.id)
@@ -146,6 +145,10 @@ class RunRecorder:
         self._flush_backoff.record()
         self._history.flush()
         self._flush_backoff = Backoff()  # only failures follow each other in ever longer pauses
+
+    def _add_to_index(self, checkpoint_id: str) -> None:
+        if self._index.add(checkpoint_id):
+            self._index.write()
 
     def _repair_index(self, listed: list[ListedCheckpoint]) -> None:
         # The rest after the writes submitted meanwhile, which must not wait for minutes; or in the next attempt.

@@ -9,6 +9,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from commits import commit
+from memory_storage import MemoryStorage
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
@@ -17,6 +19,8 @@ from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.index import writer
+from prefect_torch.ckpt.runs.index.segments import read_index
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.storage.retry import LoginError
@@ -33,6 +37,7 @@ from prefect_torch.tasks.training.recorder import RunRecorder
 from prefect_torch.tasks.training.start import choose_start
 from ranks import Attempt, folder
 from small_disk import mounted
+from wrapped_storage import WrappedStorage
 
 
 @pytest.fixture
@@ -298,6 +303,31 @@ def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):
             is_decided.set()
             recorder.close()
         assert "no report came for 5 s" in str(problem_after(6))
+
+
+def test_a_commit_during_a_write_of_the_index_is_in_the_next(monkeypatch):
+    monkeypatch.setattr(writer, "FEW", 4)
+    is_read, may_be_read = threading.Event(), threading.Event()
+
+    class SlowManifests(WrappedStorage):
+        def get_bytes(self, key):
+            if "/manifests/" in key:
+                is_read.set()
+                assert may_be_read.wait(60)
+            return self.inner.get_bytes(key)
+
+    store = CheckpointStore.open(MemoryStorage(), "run")
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    slow = CheckpointStore.open(SlowManifests(store.storage), "run")
+    with disable_run_logger():
+        recorder = RunRecorder(slow, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        for step in range(8):
+            assert step != 4 or is_read.wait(60)
+            recorder.record(CommitEvent(commit(store, step).id, step, {}, 1, 0.1))
+            if step == 4:
+                may_be_read.set()
+        recorder.close()
+    assert read_index(store.storage, store.layout).keys() == {it.id for it in store.listed()}
 
 
 def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_once_there_is_room(
