@@ -91,8 +91,6 @@ def evaluate_checkpoint(
     try:
         with library_logs_in_run():
             check_free(store.committed(checkpoint.checkpoint_id), job.name)  # fails before hours of work
-            if job.working_dir is not None:
-                job.working_dir.store(store)
             termination = termination or Termination(grace_s=0.0)
             metrics = termination.outlast(partial(_run, job, store, checkpoint, termination, gpus, machines))
             store.attach_metrics(checkpoint.checkpoint_id, metrics, job.name)
@@ -124,6 +122,8 @@ def _run(
         gpus.take(termination.raise_if_requested)
         lent = nullcontext() if machines is None else machines.lend(termination.raise_if_requested)
         with lent as lease, _logs(job, store, checkpoint) as logs:
+            if job.working_dir is not None:
+                job.working_dir.store(store)  # only now: the machines may have been awaited for hours
             metrics = _run_ranks(job, checkpoint, termination, gpus, lease, logs)
     finally:
         gpus.release()

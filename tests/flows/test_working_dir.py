@@ -1,11 +1,13 @@
 """A training whose code comes along to its machines."""
 
 import sys
+from contextlib import contextmanager
 
 from agents import WITHOUT_COMPILER
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.program import run as run_command
 from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, evaluate, train
+from prefect_torch.tasks.gang.machine.lending import Machines
 from ranks import Attempt, folder
 
 TRAIN = """
@@ -68,6 +70,15 @@ def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_
     store.storage.put_bytes(store.layout.code("of-the-training"), b"")
     (former := tmp_path / "store/run/evaluation-logs/eval" / next(store.ids()) / "rank-9.000000.log").parent.mkdir(parents=True)
     former.write_text("an earlier evaluation with ten ranks")
+    stored_before, lend_machines = [], Machines.lend
+
+    @contextmanager
+    def lend(machines, *args):
+        with lend_machines(machines, *args) as lease:
+            stored_before.extend(store.keys("run/evaluation-code/"))
+            yield lease
+
+    monkeypatch.setattr(Machines, "lend", lend)
     here = {"command": "exec", "leader_address": "127.0.0.1", "wait_s": 0, "environment": WITHOUT_COMPILER}
     (evaluated,) = evaluate(
         "evaluation_of_project:measure",
@@ -79,6 +90,7 @@ def test_an_evaluation_on_machines_brings_its_own_directory_and_shows_the_lines_
         log_level="WARNING",
     ).values()
     assert evaluated["total"] == 14
+    assert stored_before == []  # another evaluation may have deleted the code while this one waited for hours
     assert not evaluated["place"].startswith(str(project))
     assert [it.getMessage() for it in caplog.records if it.getMessage().endswith((" begins", " measures"))] == [
         "ERROR:me:rank 0 measures"

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 import os
 import stat
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import xxhash
 from prefect.utilities.filesystem import filter_files
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable, show_bytes, show_some
 from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
@@ -21,6 +23,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 
 _MOST_BYTES = 100 << 20
 _NUM_SHOWN = 3
+_LEFT_S = 3600.0
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest of a zip file: equal files make equal archives
 _IGNORE_FILE = ".prefectignore"
 _LEFT_OUT = {
@@ -45,18 +48,21 @@ class WorkingDirectory:
     def store(self, run: Run) -> None:
         """Store the archive beside the run, and delete the former ones of this training or evaluation.
 
-        One that is there may be torn by a kill, or damaged, so it is replaced.
+        One that is there may be torn by a kill, or damaged, so it is replaced. Evaluations of one name may run concurrently, so
+        former archives of an evaluation stay for an hour, in which its ranks have long unpacked them.
 
         Raises:
             StorageError, OSError: If the storage fails.
 
         """
         key = self.stored.key_in(run)
-        there = run.keys(run.layout.codes(self.stored.evaluation))
         run.storage.put_bytes(key, self.archive)
-        if former := set(there) - {key}:
+        there = {it.key: it.modified_s for it in run.storage.list(run.layout.codes(self.stored.evaluation)) if is_key(it.key)}
+        # The ranks of a training's older attempts are fenced.
+        before_s = math.inf if self.stored.evaluation is None else there.get(key, 0.0) - _LEFT_S
+        if former := {it for it, modified_s in there.items() if it != key and modified_s < before_s}:
             with suppress(PermissionError):  # where nothing may be deleted; ranks go by the digest of theirs
-                run.storage.delete(former)  # the ranks of older attempts are fenced
+                run.storage.delete(former)
 
 
 def pack_directory(directory: str | Path, storage: str, evaluation: str | None = None) -> WorkingDirectory:

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -100,6 +101,22 @@ def test_where_nothing_may_be_deleted_the_former_version_stays(project, spec, mo
         versions.append(pack_directory(str(project), spec.url))
         versions[-1].store(run)
     assert sorted(run.keys("run/code/")) == sorted(version.stored.key_in(run) for version in versions)
+
+
+def test_an_evaluation_leaves_the_code_to_another_of_its_name_that_is_about_to_begin(project, spec):
+    run = Run.open(spec, "run")
+    first = pack_directory(str(project), spec.url, "eval")
+    first.store(run)
+    (project / "train.py").write_text("changed")
+    second = pack_directory(str(project), spec.url, "eval")
+    second.store(run)
+    with unpacked(first.stored, Run.open(spec, "run")) as copy:
+        assert (copy / "train.py").read_text() == "train.py"
+    key = run.layout.code(first.stored.sha256, "eval")
+    two_hours_ago = time.time() - 7200
+    os.utime(run.storage.local_path(key), (two_hours_ago, two_hours_ago))
+    second.store(run)
+    assert run.keys("run/evaluation-code/") == [run.layout.code(second.stored.sha256, "eval")]
 
 
 def test_what_a_kill_left_of_a_put_is_replaced(project, spec):
