@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from prefect_torch.ckpt.errors import StorageError
 
+_AFTER_FAILURE_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
@@ -27,18 +28,25 @@ class LateUploads:
 
     def add(self, keys: Iterable[str]) -> None:
         """Add `keys` to those that wait."""
-        with self._lock:
-            self._keys.update(keys)
-            if self._keys and self._timer is None:
-                self._timer = threading.Timer(self._period_s, self._run)
-                self._timer.daemon = True
-                self._timer.start()
+        self._add(keys, self._period_s)
+
+    def put_back(self, keys: Iterable[str]) -> None:
+        """Add `keys` that could not be uploaded: they wait for ten seconds at least, since the target may be away."""
+        self._add(keys, max(self._period_s, _AFTER_FAILURE_S))
 
     def take(self) -> set[str]:
-        """Remove and return the waiting keys, which the caller uploads now, or adds again."""
+        """Remove and return the waiting keys, which the caller uploads now, or puts back."""
         with self._lock:
             keys, self._keys = self._keys, set()
             return keys
+
+    def _add(self, keys: Iterable[str], wait_s: float) -> None:
+        with self._lock:
+            self._keys.update(keys)
+            if self._keys and self._timer is None:
+                self._timer = threading.Timer(wait_s, self._run)
+                self._timer.daemon = True
+                self._timer.start()
 
     def _run(self) -> None:
         with self._lock:

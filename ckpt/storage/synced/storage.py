@@ -122,7 +122,7 @@ class SyncedStorage(LocalStorage):
             if staged.exists():
                 self._transport.run_upload(f"{staged}/")
         except BaseException:
-            self._late.add(late)
+            self._late.put_back(late)
             raise
         finally:
             shutil.rmtree(staged, ignore_errors=True)

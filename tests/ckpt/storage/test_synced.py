@@ -11,7 +11,7 @@ import time
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -226,6 +226,22 @@ def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importabl
     storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=way, period_s="0.01"))
     storage.put_bytes("run/metrics/1.jsonl", b"{}")
     assert uploaded.wait(30)
+
+
+@pytest.mark.parametrize("period_s", [0, 3600])
+def test_metrics_whose_upload_failed_are_uploaded_again_after_a_pause_whatever_the_period(tmp_path, monkeypatch, period_s):
+    started = []
+
+    class Timer(SimpleNamespace):
+        def __init__(self, interval, function):
+            super().__init__(interval=interval, function=function, start=lambda: started.append(self))
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    failing = transport(tmp_path / "there", upload=pickled_function(cloudpickle.dumps(fail)), period_s=str(period_s))
+    SyncedStorage(tmp_path / "here", failing).put_bytes("run/metrics/1.jsonl", b"{}")
+    started[0].function()
+    started[1].function()
+    assert [timer.interval for timer in started] == [period_s, *[max(period_s, 10)] * 2]
 
 
 @pytest.mark.parametrize("template", ["rsync -a {source} host:", "rsync -a . {target}", "rsync", "", "aws s3 sync {target}"])
