@@ -213,6 +213,7 @@ def plan(
         overdue: The ids whose evaluation is no longer awaited; see `overdue_evaluations`.
 
     """
+    pinned, in_use = frozenset(pinned), frozenset(in_use)  # perhaps sequences of half of a hundred thousand
     newest_first = sorted(manifests, key=lambda manifest: manifest.id, reverse=True)
     reasons: dict[str, list[str]] = defaultdict(list)
 

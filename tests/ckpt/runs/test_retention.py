@@ -50,6 +50,21 @@ def test_the_newest_the_pinned_and_those_in_use_never_go(metrics, policy, data):
     assert sorted([*decided.keep, *(checkpoint.id for checkpoint in decided.drop)]) == ids
 
 
+class SlowlySearched(tuple):
+    """A tuple of many ids: a search for each checkpoint would take minutes."""
+
+    __slots__ = ()
+
+    def __contains__(self, _):
+        raise AssertionError("searched from its beginning")
+
+
+def test_what_is_pinned_or_in_use_is_not_searched_for_each_checkpoint():
+    checkpoints = known(*[{}] * 9)
+    pinned, in_use = (SlowlySearched(it.id for it in checkpoints[first::3]) for first in (0, 1))
+    assert steps(plan(checkpoints, RetentionPolicy(1), pinned=pinned, in_use=in_use).keep) == [0, 1, 3, 4, 6, 7, 8]
+
+
 @given(st.lists(scores, max_size=12), policies, st.data())
 def test_what_was_kept_is_kept_again(metrics, policy, data):
     checkpoints = known(*metrics)
