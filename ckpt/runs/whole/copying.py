@@ -227,12 +227,13 @@ class _IncomingMarks:
 
 def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
     """Yield checkpoints in groups, the files of which are copied concurrently."""
-    batch: list[Manifest] = []
+    batch, batch_bytes = list[Manifest](), 0
     for it in checkpoints:
         batch.append(it)
-        if len(batch) == _BATCH or sum(each.total_bytes for each in batch) >= _BATCH_BYTES:
+        batch_bytes += it.total_bytes
+        if len(batch) == _BATCH or batch_bytes >= _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, batch_bytes = [], 0
     if batch:
         yield batch
 

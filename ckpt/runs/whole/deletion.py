@@ -25,9 +25,10 @@ def delete_run(run: Run) -> None:
     check_unpinned(run, pinned_among(key for key in left if key.startswith(run.layout.pins)))
     # Claims go last: by them the run is still found, and the deletion can be repeated.
     claims, run_info = [key for key in left if key.startswith(run.layout.attempts)], run.layout.run_info
+    last = {*claims, run_info}
     manifests = [key for key in left if key.startswith(run.layout.manifests)]
     run.storage.delete(manifests)
-    run.storage.delete(key for key in left if key not in (*claims, run_info))
+    run.storage.delete(key for key in left if key not in last)
     give_up_space(run)  # before the last object, with which the directory goes
     run.storage.delete([run_info])
     run.storage.delete(claims)

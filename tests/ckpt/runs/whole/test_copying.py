@@ -6,6 +6,7 @@ import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.copying import copy_planned, plan_copy
 from prefect_torch.ckpt.storage.retry import RetryingStorage, RetryPolicy
@@ -87,6 +88,16 @@ def test_many_checkpoints_are_copied_at_the_same_time(tmp_path):
     for storage in (source, target):
         assert min(storage.most[folder] for folder in awaited) >= 4
     assert source.most["metadata"] >= 4  # which none has
+
+
+def test_the_size_of_a_checkpoint_is_summed_once_as_it_is_copied(tmp_path, monkeypatch):
+    """It may have ten thousand files."""
+    store = store_run(MemoryStorage(), tmp_path, steps=20)
+    planned = plan_copy(store, store.list(), whole=True)
+    summed = []
+    monkeypatch.setattr(Manifest, "total_bytes", property(lambda it: summed.append(it.id) or 0))
+    copy_planned(planned, store.storage, MemoryStorage(), lambda _: None)
+    assert summed == [it.id for it in planned.checkpoints]
 
 
 def objects(storage):

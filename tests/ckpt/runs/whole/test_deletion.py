@@ -1,5 +1,6 @@
 """The order in which a run is deleted: a command that is killed can be repeated."""
 
+from dataclasses import replace
 from pathlib import PurePath
 
 import pytest
@@ -11,6 +12,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole import deletion
 from prefect_torch.ckpt.runs.whole.deletion import delete_run
 from ranks import Attempt, folder
+from wrapped_storage import WrappedStorage
 
 
 def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
@@ -31,6 +33,32 @@ def test_a_run_is_found_until_nothing_is_left_of_it(tmp_path):
         assert has_begun(left) or list(left.storage.list("")) == []
         delete_run(left)
         assert list(left.storage.list("")) == []
+
+
+class ComparedKey(str):
+    """A key that counts how often it is compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    times = 0
+
+    def __eq__(self, other):
+        ComparedKey.times += 1
+        return str.__eq__(self, other)
+
+
+def test_a_run_is_deleted_without_a_comparison_of_each_object_with_each_claim():
+    class Compared(WrappedStorage):
+        def list(self, prefix, **options):
+            yield from (replace(info, key=ComparedKey(info.key)) for info in self.inner.list(prefix, **options))
+
+    store = CheckpointStore.open(Compared(MemoryStorage()), "run")
+    for number in range(100):
+        store.storage.put_bytes(store.layout.attempt(number + 1, "0123abcd"), b"{}")
+        store.storage.put_bytes(f"{store.layout.metrics}{number}", b"{}")
+    delete_run(store)
+    assert list(store.storage.list("")) == []
+    assert ComparedKey.times < 100 * 10
 
 
 def test_only_the_records_of_runs_are_looked_at_as_paths(monkeypatch):
