@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import CheckpointStore, StorageError, TrainContext
 from prefect_torch.ckpt.reporting.session import EvaluationSession, RankSession
-from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
+from prefect_torch.ckpt.runs.layout import Layout, attempt_number
 from prefect_torch.ckpt.storage.retry import LoginError
-from prefect_torch.ckpt.storage.synced.first_download import download_missing
+from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_unless
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import StorageNotSeenError
 from prefect_torch.tasks.rank.failures import of_exception
@@ -213,10 +214,18 @@ def _open_store(spec: RankSpec) -> CheckpointStore:
 
 
 def _download(spec: RankSpec, store: CheckpointStore) -> None:
-    """Download what this rank restores and another machine has uploaded; no effect if all machines see one storage."""
+    """Download what this rank needs and another machine has uploaded; no effect if all machines see one storage.
+
+    That is the checkpoint that it restores, and the claim of the attempt, without which rank 0 can commit nothing.
+    """
     download_missing(spec.storage, spec.run, [store.layout.run_info])
+    download_unless(lambda: _is_claimed(store, spec.attempt), spec.storage, spec.run, store.layout.attempts)
     if (ref := spec.restored) is not None:
         download_missing(ref.storage, ref.run, _keys_of(ref))
+
+
+def _is_claimed(store: CheckpointStore, attempt: int) -> bool:
+    return any(attempt_number(key) >= attempt for key in claim_keys(store))
 
 
 def _keys_of(ref: CheckpointRef) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The download of a run in a synced directory, before a machine reads it; does nothing for any other storage."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.backends import open_spec
@@ -11,8 +11,13 @@ from .storage import FOLDER, SyncedStorage
 from .transport import Transport
 
 
-def download_run(spec: StorageSpec, run: str) -> None:
-    """Copy all of a run to this machine, with the storage's retries.
+def download_run(spec: StorageSpec, run: str, folder: str = "") -> None:
+    """Copy a run to this machine, with the storage's retries.
+
+    Args:
+        spec: Its storage.
+        run: Its name.
+        folder: The prefix of the keys to copy, as `Layout.attempts`, of which some were uploaded before; empty for all.
 
     Raises:
         StorageError: If that failed: this machine's copy may be old or missing, and the training would lose work.
@@ -20,7 +25,7 @@ def download_run(spec: StorageSpec, run: str) -> None:
     """
     if Transport.of(spec.options) is None:
         return
-    with_retries(open_spec(spec), "syncing", run, lambda opened: _download(opened, run))
+    with_retries(open_spec(spec), "syncing", folder or run, lambda opened: _download(opened, run, folder))
 
 
 def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
@@ -28,17 +33,25 @@ def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
 
     `keys` is iterated only if the storage is a synced directory.
     """
+    download_unless(lambda: all((Path(spec.url) / key).exists() for key in keys), spec, run)
+
+
+def download_unless(is_here: Callable[[], bool], spec: StorageSpec, run: str, folder: str = "") -> None:
+    """Copy a run to this machine, as `download_run` does, unless `is_here()`; one process of a machine does so for all.
+
+    `is_here` is called only if the storage is a synced directory.
+    """
     if Transport.of(spec.options) is None:
         return
     from filelock import FileLock  # noqa: PLC0415 - for synced directories only
 
-    root, wanted = Path(spec.url), tuple(keys)
+    root = Path(spec.url)
     (root / FOLDER).mkdir(parents=True, exist_ok=True)
     with FileLock(root / FOLDER / "download.lock"):
-        if not all((root / key).exists() for key in wanted):
-            download_run(spec, run)
+        if not is_here():
+            download_run(spec, run, folder)
 
 
-def _download(storage: Storage, run: str) -> None:
+def _download(storage: Storage, run: str, folder: str) -> None:
     assert isinstance(storage, SyncedStorage)
-    storage.download(run)
+    storage.download(run, folder)

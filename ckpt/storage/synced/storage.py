@@ -94,19 +94,25 @@ class SyncedStorage(LocalStorage):
                 if staged.stat().st_mtime <= time.time() - older_than_s and not is_alive(int(staged.name.partition("-")[0])):
                     shutil.rmtree(staged)
 
-    def download(self, run: str) -> None:
-        """Copy all of a run here from where it was uploaded; objects that are only here stay.
+    def download(self, run: str, folder: str = "") -> None:
+        """Copy a run here from where it was uploaded; objects that are only here stay.
 
-        A marker is uploaded first, so that the directory exists at the target, and the download of a new run succeeds.
+        A marker is uploaded first, so that the run's directory exists at the target, and the download of a new run succeeds.
+
+        Args:
+            run: Its name.
+            folder: The prefix of the keys to copy, a directory that exists at the target; empty for all of the run.
 
         Raises:
             StorageError: If the upload or the download failed.
 
         """
-        self._upload((), {f"{run}/{_MARKER}": b"{}"})
-        here = Path(self.url) / check_key(run)
+        if not folder:
+            self._upload((), {f"{run}/{_MARKER}": b"{}"})
+        place = check_key(folder.rstrip("/") or run)
+        here = Path(self.url) / place
         here.mkdir(parents=True, exist_ok=True)
-        self._transport.run_download(run, f"{here}/")
+        self._transport.run_download(place, f"{here}/")
 
     def _upload(self, keys: Iterable[str], small: Mapping[str, bytes] | None = None) -> None:
         """Upload objects of this directory, the waiting ones, and small objects that are not in it yet."""

@@ -3,9 +3,14 @@
 import pytest
 from counting_storage import CountingStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import LoginError
+from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.tasks import SyncConfig
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.failures import of_exception
@@ -51,3 +56,15 @@ def test_a_login_that_the_flows_process_has_used_is_tried_for_a_while_where_its_
     with pytest.raises(StorageError, match=r"^no such program$") as caught:
         main._open_store(rank_spec())
     assert of_exception(caught.value, in_function=False) == "infrastructure"
+
+
+def test_a_rank_on_another_machine_sees_the_claim_of_each_attempt_in_a_synced_directory(tmp_path):
+    """Without it, rank 0 there could commit nothing after the first attempt, until the restarts were used up."""
+    copy = "cp -a --no-target-directory {source} {target}"
+    options = SyncConfig(upload=copy, download=copy, target=str(tmp_path / "there")).transport().options()
+    here, other = (StorageSpec(str(tmp_path / name), options, RetryPolicy(0, 0, 0)) for name in ("here", "other"))
+    leader = CheckpointStore.open(here, "run")
+    for number in (1, 2, 3):
+        download_run(here, "run")
+        claim_attempt(leader, Owner.current(), world_size=1)
+        check_fence(main._open_run(rank_spec(storage=other, attempt=number)), number)
