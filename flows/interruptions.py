@@ -100,13 +100,14 @@ def cancellable(termination: Termination, find_other: Callable[[], BaseException
 
     Args:
         termination: Where the request is recorded.
-        find_other: Returns another exception that terminates the body; None as long as there is none.
+        find_other: Returns another exception that terminates the body; None as long as there is none. Not called once the flow
+            run is cancelled.
 
     """
     cancellation = _Cancellation(current_flow_run())
 
     def find() -> BaseException | None:
-        return find_other() or cancellation.find()
+        return cancellation.find() or find_other()
 
     with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(find, termination):
         yield

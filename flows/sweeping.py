@@ -237,13 +237,14 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, Tri
             check_lead()
             left.cancel_again()
 
-        trials: TrialRuns = LocalTrials(training, searched, run)
+        local = LocalTrials(training, searched, run)
+        trials: TrialRuns = local
         if sweep.trials_on is not None:
             trials = DeployedTrials(training, searched, run, check_lead, sweep.trials_on, sweep.function)
         # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
         with (
             spared_from_suspension(),
-            cancellable(termination),
+            cancellable(termination, local.terminate_cancelled),
             show_sweep(run, begun.definition, searched, search, training.run_config),
         ):
             searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)

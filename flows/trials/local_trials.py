@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import StateType
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import CheckpointStore
@@ -29,10 +33,11 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, end_of_error, end_of_returned, status_of_start
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus.listing import Gpu
-from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Termination
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.prefect_api.final_state import call_for_result, completed
 from prefect_torch.tasks.prefect_api.outage import is_outage
+from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import settings_with, using
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.backoff import Backoff
@@ -156,6 +161,18 @@ class LocalTrials:
         for running in self._threads():
             running.termination.request(cause)
 
+    def terminate_cancelled(self) -> None:
+        """Stop the trials whose flow runs are cancelled in Prefect, as no worker does; one request while any runs."""
+        led = {UUID(it.flow_run_id): it.termination for it in self._threads() if it.flow_run_id is not None}
+        if not led:
+            return
+        cancelled = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLING, StateType.CANCELLED]))
+        wanted = FlowRunFilter(id=FlowRunFilterId(any_=list(led)), state=cancelled)
+        with get_client(sync_client=True) as client:
+            found = list(read_pages(client.read_flow_runs, flow_run_filter=wanted))
+        for one in found:
+            led[one.id].request(CancelledInPrefect())
+
     def close(self) -> None:
         """Close the clients; see `TrialRuns`."""
         if self._clients is not None:
@@ -201,7 +218,8 @@ class LocalTrials:
             _call_once_api_answers(running, lambda: call_for_result(call, trial, run, parameters, key))
 
     def _end_of(self, running: _Running) -> TrialEnd | None:
-        if running.termination.cause is not None or isinstance(running.error, TERMINATIONS):
+        is_interrupted = running.termination.cause is not None or isinstance(running.error, TERMINATIONS)
+        if is_interrupted and not isinstance(running.termination.cause, CancelledInPrefect):
             return None
         if running.is_requested and running.flow_run_id is None and isinstance(running.error, Exception):
             # The trial is not at fault, and all later ones would fail in the same second.

@@ -412,7 +412,7 @@ def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
     """It went on to its end where it was cancelled and its worker was gone."""
 
     @contextmanager
-    def cancelled(termination):
+    def cancelled(termination, _):
         termination.request(CancelledInPrefect())
         yield
 

@@ -7,10 +7,13 @@ import math
 import re
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from uuid import UUID
 
 import httpx
 import numpy as np
@@ -19,7 +22,7 @@ from commits import commit
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.states import Crashed
+from prefect.states import Cancelling, Crashed
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
@@ -41,7 +44,9 @@ from prefect_torch.flows import (
     SearchConfig,
     SweepFailedError,
     SweepResult,
+    choice,
     grid,
+    interruptions,
     randint,
     sweep,
     sweeping,
@@ -406,6 +411,30 @@ def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeyp
     assert len(keys) == 2
     found = rows(PREFECT_API_URL.value(), "flow_runs", flow_runs={"name": {"any_": [result.best.run]}})
     assert [it["state_name"] for it in found] == ["Completed"]
+
+
+def test_a_trial_whose_flow_run_is_cancelled_ends_and_the_sweep_goes_on(run, monkeypatch):
+    """It trained to its end, and stayed Cancelling."""
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.2)
+    points = [{"lr": 0.9, "epochs": 100_000}, {"lr": 0.4, "epochs": 1}]
+    space, chosen = {"lr": uniform(0, 1), "epochs": choice([1, 100_000])}, search(num_trials=2, initial_points=points)
+    api = PREFECT_API_URL.value()
+
+    def first():
+        return rows(api, "flow_runs", flow_runs={"name": {"like_": "digits/trial-0000-"}})
+
+    def cancel():
+        wait_until(lambda: first() and CheckpointStore.open(run.storage, first()[0]["name"]).latest(), "a checkpoint")
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(first()[0]["id"]), Cancelling())
+
+    with ThreadPoolExecutor(1) as user:
+        cancelled = user.submit(copy_context().run, cancel)
+        result = sweep("sweep_trainings:climb", space, {"pause_s": 0.1}, chosen, run=run)
+        cancelled.result()
+    assert [trial.state for trial in result.trials] == ["failed", "completed"]
+    assert result.trials[0].reason.startswith("cancelled (in Prefect); work is safe up to step ")
+    assert [it["state_name"] for it in first()] == ["Cancelled"]
 
 
 def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):
