@@ -106,7 +106,7 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
     """Return the result of the function; `group` then waits for the ranks that need this one's store, once it has left."""
     _prepare(spec)
     try:
-        packed = _enter_paths(spec, held)
+        packed, store = _enter_paths(spec, held)
         # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
         group_store = GroupStore.open(spec)  # before the import, too: the module may read MASTER_PORT
@@ -114,7 +114,7 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
             function, config = _unpack(spec, packed)
         key_value = connect(spec.rendezvous, spec.timeout_s)
         with _final(RuntimeError, ValueError):
-            store = _open_run(spec)
+            store = store or _open_run(spec)
             backend = _check_backend(spec, device)
         session = _session(spec, store, key_value)
         _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
@@ -143,19 +143,23 @@ def _prepare(spec: RankSpec) -> None:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training
 
 
-def _enter_paths(spec: RankSpec, held: ExitStack) -> PackedFunction:
-    """Enter the working directory and the search path of the function, and return the function with its paths there."""
+def _enter_paths(spec: RankSpec, held: ExitStack) -> tuple[PackedFunction, CheckpointStore | None]:
+    """Enter the working directory and the search path of the function, and return the function with its paths there.
+
+    Returns the run, too, if it had to be opened for a copy of the directory.
+    """
     function, is_elsewhere = spec.function, spec.master_host is not None
     if spec.working_dir is None:
         enter_paths(function, is_elsewhere=is_elsewhere)
-        return function
-    run = _open_run(spec)
+        return function, None
+    with _final(RuntimeError, ValueError):
+        run = _open_run(spec)
     download_missing(spec.storage, spec.run, [spec.working_dir.key_in(run)])
     copy = held.enter_context(unpacked(spec.working_dir, run))
     function = within(function, spec.working_dir.root, copy)
     enter_paths(function, is_elsewhere=is_elsewhere)
     sys.path[:] = [str(copy), *(path for path in sys.path if path != str(copy))]
-    return function
+    return function, run
 
 
 def _unpack(spec: RankSpec, packed: PackedFunction) -> tuple[TrainFunction, dict[str, Any] | None]:
