@@ -83,6 +83,11 @@ class RankSpec:
             return f"the evaluation of {self.restored.checkpoint_id}"
         return f"attempt {self.attempt}"
 
+    @property
+    def storages(self) -> tuple[StorageSpec, ...]:
+        """The storages that it reads: of the run, and of the checkpoint that is restored."""
+        return (self.storage,) if self.restored is None else (self.storage, self.restored.storage)
+
     def environment(self) -> dict[str, str]:
         """Return the variables that torchrun would set, and those that choose the rank's GPUs.
 

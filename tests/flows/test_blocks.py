@@ -30,6 +30,7 @@ from prefect_torch.deployments import deploy, plan_deployment
 from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from pydantic import SecretStr
+from ranks import Attempt, folder
 from servers import ACCESS_KEY, SECRET_KEY
 
 
@@ -242,7 +243,7 @@ def test_secrets_reach_neither_logs_nor_storage_nor_the_ranks_arguments(moto, ca
         assert SECRET_KEY.encode() not in store.storage.get_bytes(info.key)
 
 
-def test_a_ranks_environment_holds_no_key_of_prefects_api_unless_its_storage_is_a_block(tmp_path, monkeypatch):
+def test_a_ranks_environment_holds_no_key_of_prefects_api_unless_a_storage_of_it_is_a_block(tmp_path, monkeypatch):
     """Which may have to be read again when its credentials expire."""
     monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "secret")
     one = ScalingConfig(num_workers=1)
@@ -250,6 +251,10 @@ def test_a_ranks_environment_holds_no_key_of_prefects_api_unless_its_storage_is_
     train("trainings:tell_environment", hidden, one, RunConfig(name="run", storage=str(tmp_path)))
     shown = {"more": ["PREFECT_SERVER_API_AUTH_STRING"]}
     train("trainings:tell_environment", shown, one, RunConfig(name="run", storage=LocalFileSystem(basepath=str(tmp_path))))
+    seed = CheckpointStore.open(LocalFileSystem(basepath=str(tmp_path / "seed")), "seed")
+    Attempt(seed).session().report({}, folder(tmp_path / "c", model="1"))
+    resumed = RunConfig(name="resumed", storage=str(tmp_path))
+    train("trainings:tell_environment", shown, one, resumed, resume_from=seed.checkpoint(seed.latest()))
 
 
 def test_a_local_file_system_block_is_its_folder(tmp_path):

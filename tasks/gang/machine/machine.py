@@ -79,7 +79,7 @@ class RemoteMachine:
     def start(self, spec: RankSpec) -> RemoteRank:
         """Start a rank; if the machine is lost, the rank is lost as well."""
         rank = self._add(spec.rank, records_collectives=spec.records_collectives)
-        environment = {**_carried(spec.storage), **self._environment, **spec.environment()}
+        environment = {**_carried(*spec.storages), **self._environment, **spec.environment()}
         self._send(
             {
                 "type": "start",
@@ -213,9 +213,9 @@ def _of_storages() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_OF_STORAGES)}
 
 
-def _carried(storage: StorageSpec) -> dict[str, str]:
-    """Return the variables that the storage needs on another machine: to renew its login, Prefect's settings as well."""
-    if storage.credential_source is None:
+def _carried(*storages: StorageSpec) -> dict[str, str]:
+    """Return the variables that storages need on another machine: to renew a login, Prefect's settings as well."""
+    if all(storage.credential_source is None for storage in storages):
         return _of_storages()
     # Prefect's API may be set in a profile, which the other machine does not have.
     own = {name: value for name, value in os.environ.items() if name.startswith("PREFECT_") and name != "PREFECT_PROFILE"}

@@ -104,6 +104,6 @@ def rank_result(process_exit: ProcessExit, *, oom_killed: bool | None) -> RankRe
 
 def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
-    comes_from_block = spec.storage.credential_source is not None
+    comes_from_block = any(storage.credential_source is not None for storage in spec.storages)
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in SECRETS_OF_PREFECT}
     return default_threads(spec.local_world_size) | kept | spec.environment()

@@ -369,7 +369,7 @@ def test_a_machine_prepares_what_its_ranks_are_forked_from(monkeypatch):
 
     monkeypatch.setattr(RemoteMachine, "_send", record)
     own = {"rank": 0, "local_rank": 0, "local_world_size": 1}
-    spec = SimpleNamespace(**own, records_collectives=False, storage=StorageSpec("s3://bucket"), environment=dict)
+    spec = SimpleNamespace(**own, records_collectives=False, storages=[StorageSpec("s3://bucket")], environment=dict)
     cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), prepares=True) as gathering:
         (machine,) = gathering.wait(lambda: None)

@@ -11,12 +11,15 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import pytest
+from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang.machine import link as links
 from prefect_torch.tasks.gang.machine.agent_listener import AgentListener
 from prefect_torch.tasks.gang.machine.interface import interface_of
 from prefect_torch.tasks.gang.machine.link import Link, LinkError, greet_agent, greet_leader
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.versions import explain_mixture, versions
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from rank_specs import rank_spec
 
 
 @pytest.fixture
@@ -227,6 +230,17 @@ def test_a_machine_that_was_sent_a_signal_says_so_and_is_not_lost(greet):
     agent.close()
     wait_for(lambda: machine.lost)
     assert machine.lost.startswith("its agent is gone")
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_rank_whose_initial_checkpoint_is_in_the_storage_of_a_block_reaches_prefect(greet, monkeypatch, renews):
+    monkeypatch.setenv("PREFECT_API_KEY", "key")
+    leader, agent = greet()
+    source = StorageSpec("s3://bucket", credential_source=b"block" if renews else None)
+    machine = RemoteMachine(leader, hello("m"), {}, ())
+    machine.start(rank_spec(restored=CheckpointRef(source, "seed", "000001-00000000-0123abcd")))
+    started, _ = agent.receive()
+    assert started["environment"].get("PREFECT_API_KEY") == ("key" if renews else None)
 
 
 def test_the_interface_of_an_address():
