@@ -39,7 +39,9 @@ class Claimant:
 
 
 def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[Attempt, Attempt | None]:
-    """Claim the next attempt of a run, which fences the process that led it before; return it and the one before it.
+    """Claim the next attempt of a run, which fences the process that led it before.
+
+    Returns the attempt, and the one before it if its leader is known to be gone, else None.
 
     Args:
         run: The run.
@@ -83,7 +85,9 @@ def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:
             return _are_tries_of_one(attempt.owner, owner) or attempt.owner.flow_run_id in restarted
 
         if previous is None or is_of_owner(previous) or not any(map(is_of_owner, list_attempts(run))):
-            return claim_after(previous, None)
+            claimed, _ = claim_after(previous, None)
+            is_own = previous is not None and previous.owner.flow_run_id == owner.flow_run_id
+            return claimed, previous if is_own else None  # another one's leader may live
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
 
 

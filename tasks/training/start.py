@@ -42,7 +42,7 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
             raise nothing_to_resume(store)  # a wrong name begins no run
 
     claimed, before = claim_run(store, claimant, check)
-    if before is not None and not job.run_config.takeover:
+    if before is not None:
         end_left_task_runs(before, restarts.owner, store.run)
     return claimed
 

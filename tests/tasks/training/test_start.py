@@ -34,7 +34,7 @@ from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
-from prefect_torch.tasks.training.start import choose_start
+from prefect_torch.tasks.training.start import choose_start, claim
 from ranks import Attempt, folder
 from small_disk import mounted
 from wrapped_storage import WrappedStorage
@@ -58,6 +58,27 @@ def start_from(initial, storage=None, decisions=None, **run_config):
     )
     with disable_run_logger():
         return choose_start(store, job, attempt, SimpleNamespace(notify=lambda event: None))
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+def test_task_runs_that_a_process_left_are_ended_unless_another_flow_run_is_taken_over_that_may_live(
+    tmp_path, monkeypatch, takeover
+):
+    store, ended = CheckpointStore.open(tmp_path, "run"), []
+    monkeypatch.setattr("prefect_torch.tasks.training.start.end_left_task_runs", lambda it, *_: ended.append(it.number))
+    monkeypatch.setattr("prefect_torch.tasks.training.liveness.has_ended", lambda flow_run_id: True)
+    job = SimpleNamespace(
+        initial_checkpoint=None,
+        run_config=RunConfig(storage=str(tmp_path), takeover=takeover),
+        restarted=(),
+        scaling=SimpleNamespace(most_workers=1),
+        policy=RetentionPolicy(),
+    )
+    one, other = (Owner.current(f"0b1c2d3e-0000-4000-8000-00000000000{number}") for number in (1, 2))
+    for owner in (replace(one, host="elsewhere/boot"), other, replace(other, pid=1)):
+        with disable_run_logger():
+            claim(store, job, SimpleNamespace(owner=owner, refuse_if_used_up=lambda store: None))
+    assert ended == ([2] if takeover else [1, 2])
 
 
 def test_a_run_without_a_readable_claim_goes_on_unless_a_fresh_start_is_asked_for(seed):
