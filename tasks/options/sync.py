@@ -12,7 +12,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .run_form import FormModel
 
-_LATE = rf"{RUN_NAME}/(metrics/.*|latest\.json)"  # if a killed node has not copied them, its next report does
+# If a killed node has not copied them, its next report does. No logs of an evaluation: one that fails stores nothing later.
+_LATE = rf"{RUN_NAME}/(metrics/.*|logs/.*|latest\.json)"
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.
 _Shown = PlainSerializer(lambda it: f"{in_partials(it).__module__}:{name_of(it)}", when_used="json")
@@ -38,7 +39,7 @@ class SyncConfig(FormModel):
         ge=0,
         allow_inf_nan=False,
         title="Period (seconds)",
-        description="After how long metrics are copied at the latest. A checkpoint is always copied before its commit.",
+        description="After how long metrics and logs are copied at the latest. A checkpoint is copied before its commit.",
     )
     timeout_s: float = Field(
         default=600.0,

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import cloudpickle
 import pytest
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
@@ -212,12 +213,26 @@ def test_a_command_that_is_not_installed_is_said_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("run", ["run", "metrics", "sweep/trial-0000-0123abcd"])
-def test_only_a_runs_metrics_and_its_hint_may_come_late_whatever_its_name_is(run):
-    late = [f"{run}/metrics/000001-000000001-0001.jsonl", f"{run}/latest.json"]
+def test_only_a_runs_metrics_its_logs_and_its_hint_may_come_late_whatever_its_name_is(run):
+    late = [f"{run}/{key}" for key in ("metrics/000001-000000001-0001.jsonl", "logs/000001/rank-0.000000.log", "latest.json")]
     at_once = ["manifests/x.json", "attempts/x.json", "evaluation-code/metrics/x.zip", "checkpoints/x/metrics/a", "run.json"]
+    at_once += ["evaluation-logs/logs/x/rank-0.000000.log", "checkpoints/x/logs/a"]
     moved = transport("there")
-    assert [moved.is_late(key) for key in late] == [True, True]
+    assert [moved.is_late(key) for key in late] == [True, True, True]
     assert [key for key in at_once if moved.is_late(f"{run}/{key}")] == []
+
+
+def test_the_logs_of_all_ranks_are_uploaded_together_with_what_comes_next(tmp_path, importable):
+    uploads = []
+    way = importable(lambda source, _: uploads.append(sorted(keys_below(Path(source)))))
+    run = CheckpointStore.open(spec(tmp_path / "here", tmp_path / "there", upload=way), "run")
+    logs = LogFiles(run, run.layout.logs(1))
+    for rank in range(4):
+        logs.append(rank, ["a line"])
+    logs.flush()
+    assert uploads == []
+    run.storage.put_bytes("run/outcomes/000001.json", b"{}")
+    assert uploads == [[*(f"run/logs/000001/rank-{rank}.000000.log" for rank in range(4)), "run/outcomes/000001.json"]]
 
 
 def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importable):
