@@ -331,7 +331,7 @@ MUTANTS = [
     *mutants_of(
         "ckpt/reporting/commit.py",
         "tests/ckpt/reporting/test_checkpoint_directory.py",
-        ("staged.remove(job.linked)", "pass"),
+        ("staged.remove(job.moved)", "pass"),
     ),
     *mutants_of(
         "tasks/rank/rendezvous.py",
