@@ -1,10 +1,11 @@
 """The flow that applies retention policies to the runs of a storage, during trainings or after them."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from prefect import flow
-from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, Storage
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy, Storage, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -16,16 +17,20 @@ from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.final_state import completed
+from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
 from .monitoring.pages.runs_page import refresh_runs_page
+
+_EIGHT_AT_ONCE: Any = ThreadPoolTaskRunner(max_workers=8)  # runs; each prune reads with threads of its own
 
 
 @short_tracebacks
 @flow(
     name="prune",
     description="Deletes the checkpoints that no retention policy keeps, and files that were never committed.",
+    task_runner=_EIGHT_AT_ONCE,
     persist_result=False,
 )
 def prune(
@@ -67,15 +72,18 @@ def prune(
         ValueError: If no checkpoint of a run has the metric of `checkpoint`; nothing of it was deleted, the others were pruned.
 
     """
-    spec = configured_storage(storage)
+    with outlast_api_outages():
+        return _prune(configured_storage(storage), runs, None if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
+
+
+def _prune(spec: StorageSpec, runs: list[str] | None, given: RetentionPolicy | None, *, dry_run: bool) -> dict[str, list[str]]:
     opened = open_storage(spec)
     names = list(list_runs(opened)) if runs is None else list(dict.fromkeys(runs))
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
     policies, refused = _read_policies(opened, names, must_exist=runs is not None)
     pruned = {  # every named run was found before the first is pruned
-        run: prune_checkpoints.submit(opened, run, own if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
-        for run, own in policies.items()
+        run: prune_checkpoints.submit(opened, run, given or own, dry_run=dry_run) for run, own in policies.items()
     }
     for future in pruned.values():
         future.wait()

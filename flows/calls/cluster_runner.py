@@ -30,10 +30,15 @@ class ClusterThreads(ThreadPoolTaskRunner[Any]):
         return ClusterThreads(self.cluster)
 
 
-def use_threads(options: dict[str, Any]) -> dict[str, Any]:
+def use_threads(options: dict[str, Any], own: TaskRunner[Any]) -> dict[str, Any]:
     """Return the options of a flow with a task runner that has a thread for each rank, and knows the cluster that was named.
 
-    With fewer threads than ranks, ranks would wait for those that cannot start; with as many, no prune could run.
+    With fewer threads than ranks, ranks would wait for those that cannot start; with as many, no prune could run. A flow
+    without ranks keeps the threads that it is given.
+
+    Args:
+        options: The options.
+        own: The task runner of the flow itself.
 
     Raises:
         ValueError: If the task runner would start a cluster of its own, or is none of threads, Ray or Dask.
@@ -45,6 +50,8 @@ def use_threads(options: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(runner, TaskRunner):
         return options
     if isinstance(runner, ThreadPoolTaskRunner):
+        if own is not ONE_THREAD_PER_RANK and not isinstance(own, ClusterThreads):
+            return options
         return {**options, "task_runner": runner if isinstance(runner, ClusterThreads) else ONE_THREAD_PER_RANK}
     package = type(runner).__module__.partition(".")[0]
     if package not in {"prefect_ray", "prefect_dask"}:

@@ -87,7 +87,7 @@ class ShortTracebackFlow(Flow[P, R]):
 
             Given hooks run in addition to this package's own, which says what is safe and which end is a cancellation.
             """
-            made = short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options))))
+            made = short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options, self.task_runner))))
             add_name(made.name, self.name)
             return made
 

@@ -12,7 +12,8 @@ import yaml
 from forked_programs import run_program
 from prefect import flow
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, UnsupportedFormatError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
@@ -21,7 +22,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows import CheckpointConfig, prune
+from prefect_torch.flows import CheckpointConfig, prune, pruning
 from prefect_torch.tasks import prune_checkpoints
 from ranks import Attempt, folder
 
@@ -96,6 +97,19 @@ def test_each_run_is_pruned_by_its_own_policy(tmp_path, opened):
     assert (scores(one), scores(best), scores(everything)) == ([3], [3, 1], [1, 2])
     assert prune(storage, ["everything"], CheckpointConfig(num_to_keep=1))["everything"] != []
     assert scores(everything) == [2]
+
+
+def test_many_runs_are_pruned_by_a_few_threads_or_as_many_as_are_given():
+    """Each run had a thread, a thousand at once, whatever number was given."""
+    assert prune.task_runner._max_workers == 8
+    assert prune.with_options(task_runner=ThreadPoolTaskRunner(max_workers=2)).task_runner._max_workers == 2
+
+
+def test_a_prune_outlasts_an_outage_as_a_training_does(tmp_path, monkeypatch):
+    retries = []
+    monkeypatch.setattr(pruning, "list_runs", lambda _: retries.append(PREFECT_CLIENT_MAX_RETRIES.value()) or [])
+    assert prune(tmp_path) == {}
+    assert retries == [7]
 
 
 def test_a_metric_that_no_checkpoint_of_a_run_has_deletes_nothing_of_it(tmp_path):
