@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
+import httpx
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.calls.parameters import large_parameters_explained
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
 from prefect_torch.flows.sweeps.asked_decisions import answer_questions, forget_questions
 from prefect_torch.flows.sweeps.domains import as_stored
@@ -36,7 +38,7 @@ from prefect_torch.tasks.training.restarts import committed_attempts
 from pydantic_core import to_jsonable_python
 
 from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended, is_ending
-from .trial_runs import Training, TrialDecisions, warn_of_outage
+from .trial_runs import Training, TrialDecisions, no_flow_run, warn_of_outage
 
 _Budget: TypeAlias = Literal["max_preemptions", "max_infrastructure_failures"]
 _FLOW = "train"
@@ -183,10 +185,13 @@ class DeployedTrials:
                 with without_retries():  # retries would wait here, and no trial would get an answer
                     flow_run_id = self._flow_run_of(start)
             except Exception as exc:
-                if not is_outage(exc):
+                if is_outage(exc):
+                    start.pauses.record()
+                    warn_of_outage(start.trial, exc)
+                elif isinstance(exc, (PrefectException, httpx.HTTPError)):
+                    raise no_flow_run(start.trial, exc) from exc
+                else:
                     raise
-                start.pauses.record()
-                warn_of_outage(start.trial, exc)
             else:
                 self._running[number] = (start.trial, flow_run_id)
                 del self._starting[number]
@@ -202,14 +207,15 @@ class DeployedTrials:
         for flow_run in alive:  # of an earlier start of the sweep, with other arguments
             get_run_logger().info("flow run %r ends: trial %d goes on with the present arguments", flow_run.name, trial.number)
             cancel(trial, flow_run.id, "the sweep goes on with other arguments")
-        created = run_deployment(
-            name=self._deployment,
-            parameters=parameters,
-            flow_run_name=trial.run,
-            tags=[tag_of(trial.run)],
-            idempotency_key=start.key,
-            timeout=0,
-        )
+        with large_parameters_explained():
+            created = run_deployment(
+                name=self._deployment,
+                parameters=parameters,
+                flow_run_name=trial.run,
+                tags=[tag_of(trial.run)],
+                idempotency_key=start.key,
+                timeout=0,
+            )
         assert isinstance(created, FlowRun)  # no coroutine, since the sweep's flow is not async
         return created.id
 

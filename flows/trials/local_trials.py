@@ -26,7 +26,6 @@ from prefect_torch.flows.monitoring.pages.observer import PageObserver
 from prefect_torch.flows.monitoring.pages.setup import Setup
 from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.sweeps.trial_message import TrialMessageObserver
-from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, TrialState
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -39,11 +38,10 @@ from prefect_torch.tasks.prefect_api.final_state import call_for_result, complet
 from prefect_torch.tasks.prefect_api.outage import is_outage
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import settings_with, using
-from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.job import TrainJob
 
-from .trial_runs import Training, TrialDecisions, warn_of_outage
+from .trial_runs import Training, TrialDecisions, no_flow_run, warn_of_outage
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
 _POLL_S = 0.5
@@ -222,11 +220,7 @@ class LocalTrials:
         if is_interrupted and not isinstance(running.termination.cause, CancelledInPrefect):
             return None
         if running.is_requested and running.flow_run_id is None and isinstance(running.error, Exception):
-            # The trial is not at fault, and all later ones would fail in the same second.
-            raise SweepFailedError(
-                f"trial {running.trial.number} has no flow run, since Prefect's API refuses it: {first_line(running.error)}; "
-                "the sweep goes on when it is started again with its name"
-            ) from running.error
+            raise no_flow_run(running.trial, running.error) from running.error
         run = self._sweep.beside(running.trial.run)
         status = status_of_start(run, running.flow_run_id)
         if status is not None and status.outcome is not None:

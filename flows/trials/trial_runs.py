@@ -9,6 +9,7 @@ from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionM
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.sweeps.definition import config_of_trial
+from prefect_torch.flows.sweeps.failures import SweepFailedError
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -151,3 +152,11 @@ class TrialRuns(Protocol):
 def warn_of_outage(trial: TrialRecord, error: Exception) -> None:
     """Log that a trial does not start yet."""
     get_run_logger().warning("trial %d waits for Prefect's API, which is away: %s", trial.number, first_line(error))
+
+
+def no_flow_run(trial: TrialRecord, error: Exception) -> SweepFailedError:
+    """Return the error of a sweep for whose trial Prefect's API refuses a flow run: all later trials would fail, too."""
+    return SweepFailedError(
+        f"trial {trial.number} has no flow run, since Prefect's API refuses it: {first_line(error)}; "
+        "the sweep goes on when it is started again with its name"
+    )

@@ -45,6 +45,7 @@ from prefect_torch.flows import (
     RunConfig,
     ScalingConfig,
     SearchConfig,
+    SweepFailedError,
     choice,
     sweep,
     uniform,
@@ -227,6 +228,19 @@ def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost
     assert keys[0] == keys[1]
     trials.start(TRIAL)
     assert keys[2] != keys[0], "it is another start"
+
+
+@pytest.mark.parametrize(
+    "error", [ObjectNotFound(None), httpx.HTTPStatusError("403 Forbidden", request=None, response=httpx.Response(403))]
+)
+def test_a_trial_that_prefect_refuses_ends_the_sweep_with_its_own_error(api, trials, monkeypatch, error):
+    def deploy(**_):
+        raise error
+
+    monkeypatch.setattr(deployed_trials, "run_deployment", deploy)
+    monkeypatch.setattr(DeployedTrials, "_parameters", lambda *_: {})
+    with pytest.raises(SweepFailedError, match=r"trial 0 has no flow run.*goes on when it is started again"):
+        trials.start(TRIAL)
 
 
 @pytest.mark.parametrize("page", [b"<html>Please log in</html>", "<html>Zug\u00e4nge</html>".encode("latin-1"), b""])
