@@ -299,8 +299,8 @@ MUTANTS = [
     *mutants_of(
         "tasks/training/start.py",
         "tests/tasks/training/test_start.py",
-        ("node_copy.verify(checkpoint.store, checkpoint.manifest, run.verify)", "pass"),
-        ("        pin.set()", "        pass"),
+        ("node_copy.verify(source, checkpoint.manifest, run.verify)", "pass"),
+        ("        pin.set(source)", "        pass"),
         ("own, node_copy, pin)", "own, node_copy, None if is_own else pin)"),
         ("is_pinned_by_sweep = job.decisions is not None", "is_pinned_by_sweep = False"),
         ("checkpoint.manifest if is_own else None", "checkpoint.manifest"),

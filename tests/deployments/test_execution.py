@@ -121,7 +121,10 @@ def test_a_cancelled_flow_that_does_not_end_is_killed(prefect_server, tmp_path, 
         with Popen(command, env=environment) as process:
             wait_until(started.exists, "the flow")
             client.set_flow_run_state(flow_run.id, Cancelling())
-            process.wait(120)
+            try:
+                process.wait(120)
+            finally:
+                process.kill()
         assert client.read_flow_run(flow_run.id).state.is_cancelled()
 
 
