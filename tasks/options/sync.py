@@ -46,7 +46,8 @@ class SyncConfig(FormModel):
         gt=0,
         allow_inf_nan=False,
         title="Timeout (seconds)",
-        description="How long one call may take, more than the largest part of a checkpoint needs; then it is killed.",
+        description="How long one call may take; then it is killed. More than the largest part of a checkpoint needs, and the "
+        "download of the run at a start, with all checkpoints that retention has deleted here: the target keeps them.",
     )
 
     @field_validator("upload", "download")

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect_torch.ckpt import FencedError, RunBusyError
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, list_attempts, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, claim_keys, list_attempts, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
+from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.synced.first_download import download_run
+from prefect_torch.ckpt.storage.synced.first_download import download_run, is_synced
 from prefect_torch.tasks.options.config import RunConfig
 
 from .liveness import is_unknown, may_be_led
@@ -28,6 +29,7 @@ class Claimant:
         restarted: The flow runs that the owner's restarts.
         world_size: The number of ranks; 0 for a sweep.
         settings: The fields of the training's retention policy.
+        is_alone: Whether no other machine stores anything of the run.
 
     """
 
@@ -36,6 +38,7 @@ class Claimant:
     restarted: Container[str | None]
     world_size: int = 0
     settings: dict[str, Any] | None = None
+    is_alone: bool = False
 
 
 def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[Attempt, Attempt | None]:
@@ -56,9 +59,23 @@ def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[
 
     """
     with unusable_storage_explained(claimant.run_config.storage, run.storage.url):
-        download_run(run.spec, run.name)
+        _download(run, claimant)
         check()
         return _claim(run, claimant)
+
+
+def _download(run: Run, claimant: Claimant) -> None:
+    """Download a run that is also elsewhere, but only claims of one that this process has led last if it is alone.
+
+    All of the run would bring back what was deleted here since, of which nothing is deleted there.
+    """
+    if claimant.is_alone and is_synced(run.spec):
+        last = newest_attempt(run)
+        if last is not None and last.owner.is_same_process(claimant.owner):
+            download_run(run.spec, run.name, run.layout.attempts)
+            if all(attempt_number(key) <= last.number for key in claim_keys(run)):
+                return
+    download_run(run.spec, run.name)
 
 
 def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:

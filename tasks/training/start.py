@@ -34,7 +34,14 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         OSError: If access to the storage is denied, or its directory cannot be created.
 
     """
-    claimant = Claimant(restarts.owner, job.run_config, job.restarted, job.scaling.most_workers, asdict(job.policy))
+    claimant = Claimant(
+        restarts.owner,
+        job.run_config,
+        job.restarted,
+        job.scaling.most_workers,
+        asdict(job.policy),
+        is_alone=job.scaling.cluster is None,
+    )
 
     def check() -> None:
         restarts.refuse_if_used_up(store)

@@ -11,6 +11,11 @@ from .storage import FOLDER, SyncedStorage
 from .transport import Transport
 
 
+def is_synced(spec: StorageSpec) -> bool:
+    """Return whether a tool copies the storage to where other machines reach it."""
+    return Transport.of(spec.options) is not None
+
+
 def download_run(spec: StorageSpec, run: str, folder: str = "") -> None:
     """Copy a run to this machine, with the storage's retries.
 
@@ -23,17 +28,17 @@ def download_run(spec: StorageSpec, run: str, folder: str = "") -> None:
         StorageError: If that failed: this machine's copy may be old or missing, and the training would lose work.
 
     """
-    if Transport.of(spec.options) is None:
+    if not is_synced(spec):
         return
     with_retries(open_spec(spec), "syncing", folder or run, lambda opened: _download(opened, run, folder))
 
 
-def download_missing(spec: StorageSpec, run: str, keys: Iterable[str]) -> None:
-    """Copy all of a run to this machine unless it has the objects `keys`; one process of a machine does so for all.
+def download_missing(spec: StorageSpec, run: str, keys: Iterable[str], folder: str = "") -> None:
+    """Copy a run to this machine, as `download_run` does, unless it has the objects `keys`; one process does so for all.
 
-    `keys` is iterated only if the storage is a synced directory.
+    `keys` is iterated only if the storage is a synced directory, up to the first that is missing.
     """
-    download_unless(lambda: all((Path(spec.url) / key).exists() for key in keys), spec, run)
+    download_unless(lambda: all((Path(spec.url) / key).exists() for key in keys), spec, run, folder)
 
 
 def download_unless(is_here: Callable[[], bool], spec: StorageSpec, run: str, folder: str = "") -> None:
@@ -41,7 +46,7 @@ def download_unless(is_here: Callable[[], bool], spec: StorageSpec, run: str, fo
 
     `is_here` is called only if the storage is a synced directory.
     """
-    if Transport.of(spec.options) is None:
+    if not is_synced(spec):
         return
     from filelock import FileLock  # noqa: PLC0415 - for synced directories only
 

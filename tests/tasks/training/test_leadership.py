@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from commits import commit
 from prefect.logging import disable_run_logger
-from prefect_torch.ckpt import FencedError, RunBusyError
+from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.tasks import RunConfig
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.tasks import RunConfig, SyncConfig
 from prefect_torch.tasks.training import leadership, liveness
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
+from prunes import prune_as_leader
 
 HERE = Owner.current("0b1c2d3e-0000-4000-8000-000000000001")
 OTHER = "0b1c2d3e-0000-4000-8000-000000000002"
@@ -79,3 +82,48 @@ def test_between_two_attempts_a_run_is_its_flow_runs(store, lead, monkeypatch, e
 
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):
     assert liveness.has_ended("x") is None
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """A run on two machines, with directories of their own that are copied to one place."""
+    copy = "cp -a --no-target-directory {source} {target}"
+    options = SyncConfig(upload=copy, download=copy, target=str(tmp_path / "there")).transport().options()
+    specs = [StorageSpec(str(tmp_path / name), options, RetryPolicy(0, 0, 0)) for name in ("here", "elsewhere")]
+    return [CheckpointStore.open(spec, "run") for spec in specs]
+
+
+def lead_alone(store, owner):
+    claimant = Claimant(owner, RunConfig(storage=store.storage.url), (), 1, is_alone=True)
+    with disable_run_logger():
+        return claim_run(store, claimant, lambda: None)[0]
+
+
+def test_a_restart_brings_nothing_back_that_was_deleted_on_its_machine_of_a_synced_run(machines):
+    """A hundred pruned checkpoints would not fit on a disk for some, nor be copied within a call's time."""
+    store, _ = machines
+    lead_alone(store, HERE)
+    manifests = [commit(store, step) for step in range(4)]
+    store.pin(manifests[0].id)
+    store.unpin(manifests[0].id)
+    prune_as_leader(store, RetentionPolicy(1))
+    left = keys(store)
+    assert [lead_alone(store, HERE).number for _ in range(2)] == [2, 3]
+    assert {key for key in keys(store) - left if not key.startswith(store.layout.attempts)} == set()
+    assert store.pinned() == frozenset()
+    assert store.list() == manifests[-1:]
+
+
+def keys(store):
+    return {info.key for info in store.storage.list("run/")}
+
+
+def test_a_restart_has_all_that_another_machine_has_stored_of_a_synced_run_since(machines, monkeypatch):
+    store, elsewhere = machines
+    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: True)
+    lead_alone(store, HERE)
+    assert lead_alone(elsewhere, replace(ELSEWHERE, flow_run_id=OTHER)).number == 2
+    manifest = commit(elsewhere, 5, attempt=2)
+    assert lead_alone(store, HERE).number == 3
+    assert store.latest() == manifest
+    store.verify(manifest, "size")
