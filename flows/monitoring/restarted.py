@@ -124,8 +124,12 @@ class EarlierTries(Container[str | None]):
 
     def __contains__(self, flow_run_id: object) -> bool:
         """Return whether a flow run was an earlier try; False if Prefect does not know it."""
-        with suppress(ObjectNotFound, ValueError), get_client(sync_client=True) as client:  # or it is not of Prefect
-            found = CallTry.of(client.read_flow_run(UUID(str(flow_run_id))))
+        try:
+            known_id = UUID(str(flow_run_id))
+        except ValueError:  # not of Prefect
+            return False
+        with suppress(ObjectNotFound), get_client(sync_client=True) as client:
+            found = CallTry.of(client.read_flow_run(known_id))
             return found is not None and found.is_earlier(self.this, self.restarted)
         return False
 

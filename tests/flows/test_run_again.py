@@ -1,19 +1,23 @@
 """Flow runs that are run again, by a person or by a parent's retries, go on with what they trained."""
 
+from json import JSONDecodeError
 from pathlib import Path
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.flow_engine import run_flow
+from prefect.settings import PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running, Suspended
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries
 from prefect_torch.flows.run_names import count_call_in_task, default_run_name, name_run
 from prefect_torch.tasks.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.training.liveness import find_end_before_rerun
@@ -148,6 +152,15 @@ def test_a_parents_retry_goes_on_after_the_fresh_start_of_an_earlier_try(tmp_pat
     assert [result.return_value for result in tries] == [{"begun": 1, "attempt": 3}]
     pipeline()
     assert tries[1].return_value == {"begun": 0, "attempt": 4}, "another flow run begins anew"
+
+
+def test_a_page_of_a_proxy_does_not_make_an_earlier_try_another_call():
+    """A retried training would have begun anew, over the work of its first try."""
+    checked = {PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False}  # as it was before
+    tries = EarlierTries(CallTry("call", ((str(uuid4()), 2),), "a process"), ())
+    with api_that_answers(200, b"<html>Please log in</html>"), temporary_settings(checked), pytest.raises(JSONDecodeError):
+        _ = str(uuid4()) in tries
+    assert "not of Prefect" not in tries
 
 
 def test_another_call_of_a_task_begins_anew_although_the_call_before_was_retried(tmp_path):
