@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.runtime import flow_run
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageSpec
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -47,7 +47,7 @@ from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
-from prefect_torch.tasks.training.outcomes import record_outcome
+from prefect_torch.tasks.training.outcomes import outcome_of_termination, record_outcome
 from pydantic import BeforeValidator
 from pydantic.json_schema import SkipJsonSchema
 
@@ -59,6 +59,8 @@ from .monitoring.pages.runs_page import refresh_runs_page
 from .monitoring.sweeps.summary import show_sweep, summarize_sweep
 from .run_names import name_of_flow_run
 from .sweep_result import SweepResult
+
+_CONTINUED = "trials that ran go on when the sweep is started again"
 
 
 @short_tracebacks
@@ -201,18 +203,18 @@ def _run(sweep: _Sweep) -> SweepResult:
     """Claim the sweep, run its trials, and return its result."""
     run, run_config = sweep.run, sweep.training.run_config
     claimed = _claim(run, run_config, sweep.definition)
-    with _outcome_recorded(run, claimed, sweep.training.storage):
+    termination = Termination(sweep.training.failure.grace_s)
+    with _outcome_recorded(run, claimed, sweep.training, termination):
         has_seed, may_be_fresh = sweep.search.seed is not None, run_config.resume == "never"
         begun = begin(run, claimed, sweep.definition, has_seed=has_seed, may_be_fresh=may_be_fresh)
-        trials = _lead(sweep, claimed, begun)
+        trials = _lead(sweep, claimed, begun, termination)
     result = SweepResult.of(run, begun.definition, trials)
     return completed(summarize_sweep(begun.definition, trials), result)
 
 
-def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning) -> Mapping[int, TrialRecord]:
+def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termination) -> Mapping[int, TrialRecord]:
     """Run the trials of a claimed sweep to their end, and return them."""
     run, search, training = sweep.run, sweep.search, sweep.training
-    termination = Termination(training.failure.grace_s)
     events = SweepEvents(run, search.metrics[0], search.modes[0], history_of(begun.events))
     with closing(events), termination.limit_retries():
         searched = Search(
@@ -299,13 +301,15 @@ def _training(
 
 
 @contextmanager
-def _outcome_recorded(led: Run, claimed: Attempt, storage: StorageSpec) -> Iterator[None]:
+def _outcome_recorded(led: Run, claimed: Attempt, training: Training, termination: Termination) -> Iterator[None]:
     """Record how the claimed attempt of a sweep ends."""
-    flow_run_id = claimed.owner.flow_run_id
+    flow_run_id, storage = claimed.owner.flow_run_id, training.storage
     try:
         yield
-    except TERMINATIONS:
-        record_outcome(led, Outcome(claimed.number, "preempted", flow_run_id, "preemption"))
+    except TERMINATIONS as exc:
+        if not termination.is_requested:  # the exception came before the trials, or after them
+            termination.request(exc)
+        record_outcome(led, outcome_of_termination(claimed, termination, training.failure.grace_s, _CONTINUED))
         raise
     except Exception as exc:
         record_outcome(led, Outcome(claimed.number, "failed", flow_run_id, "user", first_line(exc)))

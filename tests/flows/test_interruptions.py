@@ -424,6 +424,9 @@ def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
             search=SearchConfig(metric="loss"),
             run=RunConfig(name="sweep", storage=tmp_path),
         )
+    (outcome,) = read_outcomes(CheckpointStore.open(tmp_path, "sweep"))
+    assert outcome.ending == "cancelled"
+    assert outcome.error == "cancelled (in Prefect); trials that ran go on when the sweep is started again"
 
 
 def test_an_evaluation_that_watches_is_cancellable(monkeypatch, tmp_path):
