@@ -1,6 +1,5 @@
 """Decisions on trials in other processes: requested by the trials' leaders and answered by the sweep, through their storage."""
 
-import logging
 import reprlib
 import secrets
 import time
@@ -16,11 +15,11 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.tasks.run_logs import get_run_logger
 
 LONGEST_WAIT_S = 300.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _OVER = ("completed", "failed")
-_logger = logging.getLogger(__name__)
 
 
 def expect_questions(sweep: Run, *, are_expected: bool) -> None:
@@ -114,7 +113,7 @@ class AskedDecisions:
         """Return the sweep's decision; without one, the trial stops here, and the sweep decides when it is started again."""
         answer = self._ask({"request": asdict(request)})
         if answer is None:
-            _logger.warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
+            get_run_logger().warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
             return Verdict(goes_on=False)
         return decode(Verdict, self._read(answer, "verdict"), "the answer", "a verdict")
 
@@ -159,7 +158,7 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
         try:
             answer = _answer(_read_object(question), decides)
         except (MalformedRecordError, UnsupportedFormatError) as exc:  # the others are answered
-            _logger.warning("the question %s of a trial cannot be answered: %s", key, exc)
+            get_run_logger().warning("the question %s of a trial cannot be answered: %s", key, exc)
             answer = {"refused": str(exc)}
         sweep.put_json(sweep.layout.answered(token), _plain(answer))
         if sweep.get_json(key) is None:  # its leader stopped waiting, and may have deleted the answer before it was stored

@@ -1,5 +1,6 @@
 """Decisions on trials in other processes, asked and answered through a storage."""
 
+import logging
 import math
 import threading
 
@@ -29,6 +30,12 @@ from prefect_torch.flows.sweeps.search import Search
 
 TRIAL = "trial-0000-0123abcd"
 REQUEST = DecisionRequest(0, 3, 4, {"loss": math.nan, "deep": {"a": math.inf}}, "some-checkpoint")
+
+
+@pytest.fixture(autouse=True)
+def run_log(monkeypatch):
+    """The log of a flow run: Prefect shows no other."""
+    monkeypatch.setattr("prefect_torch.flows.sweeps.asked_decisions.get_run_logger", lambda: logging.getLogger("run"))
 
 
 @pytest.fixture
@@ -89,6 +96,7 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_others_are_answered(s
     sweep.put_json(sweep.layout.asked(f"{TRIAL}-odd"), odd)
     assert asked_while_answered(sweep, trial.points, {TRIAL: deciding}.get) == [deciding.points()]
     assert f"{TRIAL}-odd.json of a trial cannot be answered" in caplog.text
+    assert {it.name for it in caplog.records} == {"run"}
 
 
 def test_a_trial_whose_question_is_refused_says_so(sweep):
@@ -161,9 +169,10 @@ def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):
     assert (answer_questions(sweep, {TRIAL: Deciding()}.get), answer_questions(sweep, {TRIAL: Deciding()}.get)) == (1, 0)
 
 
-def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep):
+def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep, caplog):
     waits, pauses = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2), []
     assert not waits.decide(REQUEST).goes_on
+    assert [(it.name, it.getMessage().partition(";")[0]) for it in caplog.records] == [("run", "sweep 'sweep' does not answer")]
     with pytest.raises(TimeoutError, match=f"sweep 'sweep' has not answered trial '{TRIAL}': start it again"):
         waits.points()
     terminated = AskedDecisions(sweep, TRIAL, lambda: len(pauses) == 3, sleep=pauses.append)
