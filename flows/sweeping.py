@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -239,6 +239,8 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             check_lead()
             left.cancel_again()
 
+        if training.working_dir is not None:
+            training = replace(training, working_dir=training.working_dir.stored_by(run))
         local = LocalTrials(training, searched, run)
         trials: TrialRuns = local
         if sweep.trials_on is not None:

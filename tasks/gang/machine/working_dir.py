@@ -9,7 +9,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
@@ -46,7 +46,7 @@ class WorkingDirectory:
     archive: bytes = field(repr=False)
 
     def store(self, run: Run) -> None:
-        """Store the archive beside the run, and delete the former ones of this training or evaluation.
+        """Store the archive beside the run, unless another has it, and delete the former ones of this training or evaluation.
 
         One that is there may be torn by a kill, or damaged, so it is replaced. Evaluations of one name may run concurrently, so
         former archives of an evaluation stay for an hour, in which its ranks have long unpacked them.
@@ -55,7 +55,9 @@ class WorkingDirectory:
             StorageError, OSError: If the storage fails.
 
         """
-        key = self.stored.key_in(run)
+        if self.stored.run is not None:
+            return
+        key = self.stored.key_for(run)
         run.storage.put_bytes(key, self.archive)
         there = {it.key: it.modified_s for it in run.storage.list(run.layout.codes(self.stored.evaluation)) if is_key(it.key)}
         # The ranks of a training's older attempts are fenced.
@@ -63,6 +65,11 @@ class WorkingDirectory:
         if former := {it for it, modified_s in there.items() if it != key and modified_s < before_s}:
             with suppress(PermissionError):  # where nothing may be deleted; ranks go by the digest of theirs
                 run.storage.delete(former)
+
+    def stored_by(self, run: Run) -> "WorkingDirectory":
+        """Store the archive beside a sweep, and return it as the ranks of its trials find it; raises as `store`."""
+        self.store(run)
+        return replace(self, stored=replace(self.stored, run=run.name))
 
 
 def pack_directory(directory: str | Path, storage: str, evaluation: str | None = None) -> WorkingDirectory:

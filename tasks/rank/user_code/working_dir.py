@@ -56,6 +56,7 @@ class StoredDirectory:
             the storage: data of a wanted xxh3 are easily made.
         evaluation: The name of the evaluation that it belongs to; None for a training, whose archives are stored apart: each
             deletes its former ones, and both may run at the same time.
+        run: The name of the run that has it, in the same storage; None for the ranks' own.
 
     """
 
@@ -64,10 +65,11 @@ class StoredDirectory:
     digest: str
     sha256: str
     evaluation: str | None = None
+    run: str | None = None
 
-    def key_in(self, run: Run) -> str:
-        """Return the archive's key in the storage of `run`."""
-        return run.layout.code(self.sha256, self.evaluation)
+    def key_for(self, run: Run) -> str:
+        """Return the archive's key for the ranks of `run`."""
+        return (run if self.run is None else run.beside(self.run)).layout.code(self.sha256, self.evaluation)
 
 
 @contextmanager
@@ -78,7 +80,7 @@ def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
 
     Args:
         directory: The archive.
-        run: The run that has it.
+        run: The run of the ranks.
 
     Raises:
         CheckpointCorruptError: If the stored archive is another one.
@@ -87,7 +89,7 @@ def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
     """
     entry = FileEntry(_ARCHIVE, directory.bytes, directory.digest, 0)
 
-    key = directory.key_in(run)
+    key = directory.key_for(run)
 
     def download(_: str, path: Path) -> None:
         def download_once(storage: Storage) -> None:

@@ -446,6 +446,8 @@ def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monke
     asked, config = SearchConfig(metric="loss"), {"project": str(project)}
     result = sweep("sweep_trainings:change_code", {"x": grid([1, 2])}, config, asked, run=brought)
     assert [trial.metrics["loss"] for trial in result.trials] == [1.0, 1.0]
+    (archive,) = (tmp_path / "store").rglob("*.zip")  # not one for each trial
+    assert archive.parent == tmp_path / "store" / result.name / "code"
 
 
 def nested(levels: int) -> dict:

@@ -100,7 +100,7 @@ def test_where_nothing_may_be_deleted_the_former_version_stays(project, spec, mo
         (project / "train.py").write_text(text)
         versions.append(pack_directory(str(project), spec.url))
         versions[-1].store(run)
-    assert sorted(run.keys("run/code/")) == sorted(version.stored.key_in(run) for version in versions)
+    assert sorted(run.keys("run/code/")) == sorted(version.stored.key_for(run) for version in versions)
 
 
 def test_an_evaluation_leaves_the_code_to_another_of_its_name_that_is_about_to_begin(project, spec):
