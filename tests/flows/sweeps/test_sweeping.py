@@ -416,12 +416,13 @@ def test_a_trial_starts_once_prefects_api_answers_with_one_flow_run(run, monkeyp
 def test_a_trial_whose_flow_run_is_cancelled_ends_and_the_sweep_goes_on(run, monkeypatch):
     """It trained to its end, and stayed Cancelling."""
     monkeypatch.setattr(interruptions, "_POLL_S", 0.2)
+    run = run.model_copy(update={"name": "interrupted"})  # other tests' flow runs are in the same database
     points = [{"lr": 0.9, "epochs": 100_000}, {"lr": 0.4, "epochs": 1}]
     space, chosen = {"lr": uniform(0, 1), "epochs": choice([1, 100_000])}, search(num_trials=2, initial_points=points)
     api = PREFECT_API_URL.value()
 
     def first():
-        return rows(api, "flow_runs", flow_runs={"name": {"like_": "digits/trial-0000-"}})
+        return rows(api, "flow_runs", flow_runs={"name": {"like_": "interrupted/trial-0000-"}})
 
     def cancel():
         wait_until(lambda: first() and CheckpointStore.open(run.storage, first()[0]["name"]).latest(), "a checkpoint")
