@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.whole.trials import pin_token_of
 from prefect_torch.flows.sweeps.journal.events import Source
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -152,7 +153,7 @@ def pin_source(sweep: CheckpointStore, source: TrialRecord, clone: str) -> tuple
 def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
     """Pin a checkpoint, and return whether it exists: it may have been pruned while the source continued."""
     try:
-        store.pin(checkpoint_id, _token(clone))
+        store.pin(checkpoint_id, pin_token_of(clone))
     except CheckpointNotFoundError:
         return False
     return True
@@ -160,7 +161,7 @@ def _pins(store: CheckpointStore, checkpoint_id: str, clone: str) -> bool:
 
 def unpin_source(sweep: CheckpointStore, source: Source, clone: str) -> None:
     """Remove the pin of `pin_source`, once the copy is committed; harmless if it was removed."""
-    sweep.beside(source.run).unpin(source.checkpoint, _token(clone))
+    sweep.beside(source.run).unpin(source.checkpoint, pin_token_of(clone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +186,7 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
     clone = f"{sweep.name}/{last.clone}"
     if not any(clone in (trial.run, *trial.earlier_runs) for trial in trials):
         source = sweep.beside(f"{sweep.name}/{last.source}")
-        sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{_token(clone)}.json")])
-
-
-def _token(clone: str) -> str:
-    return clone[-8:]
+        sweep.storage.delete([key for key in source.keys(source.layout.pins) if key.endswith(f".{pin_token_of(clone)}.json")])
 
 
 def delete_all(store: CheckpointStore) -> frozenset[str]:

@@ -20,3 +20,13 @@ def trials_of(sweep: RunT) -> list[RunT]:
     """Return the runs of a sweep's trials, by name; one listing."""
     names = (f"{sweep.name}/{name}" for name in sorted(set(sweep.storage.folders(f"{sweep.name}/"))))
     return [replace(sweep.beside(name), memory=ManifestMemory()) for name in names if is_run_name(name)]
+
+
+def pin_token_of(trial: str) -> str:
+    """Return the token of the pin by which the checkpoint that a trial begins from is kept.
+
+    Args:
+        trial: The name of the trial's run, which ends with eight hexadecimal digits.
+
+    """
+    return trial[-8:]

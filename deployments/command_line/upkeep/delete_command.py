@@ -9,8 +9,9 @@ from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, FileEntr
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
+from prefect_torch.ckpt.runs.run import pinned_among
 from prefect_torch.ckpt.runs.whole.deletion import check_holds_no_other, check_unpinned, delete_run
-from prefect_torch.ckpt.runs.whole.trials import is_sweep, trials_of
+from prefect_torch.ckpt.runs.whole.trials import is_sweep, pin_token_of, trials_of
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.storage.parallel import for_each
@@ -74,7 +75,13 @@ def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool)
 def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     """Delete a run, the last one, after those of its trials if it is a sweep; all are checked before the first is deleted."""
     *trials, store = stores
-    for_each(stores, lambda each: check_unpinned(each, each.pinned()))
+    # A trial that began from another's checkpoint, and failed, keeps that pinned: it may be started again.
+    of_trials = tuple(f".{pin_token_of(trial.run)}.json" for trial in trials)
+
+    def check(each: CheckpointStore) -> None:
+        check_unpinned(each, pinned_among(key for key in each.keys(each.layout.pins) if not key.endswith(of_trials)))
+
+    for_each(stores, check)
     infos = {info.key: info.bytes for info in store.storage.list(f"{store.run}/") if is_key(info.key)}
     check_holds_no_other(stores, infos)
     folders = tuple(each.layout.checkpoints for each in stores)
@@ -84,6 +91,8 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
     what = f"sweep {store.run} with {show_count(len(trials), 'trial')} and" if trials else f"run {store.run} with"
     if not agrees_to_delete(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
         return 1
+    pins = tuple(each.layout.pins for each in trials)
+    store.storage.delete([key for key in infos if key.startswith(pins) and key.endswith(of_trials)])
     for_each(trials, delete_run)
     delete_run(store)
     say(f"deleted run {store.run}")

@@ -160,6 +160,7 @@ def test_a_sweep_is_deleted_with_its_trials_unless_one_of_them_has_a_pin_or_is_t
     assert (code, f"of run '{trial_run(3)}' is pinned and not deleted" in err) == (1, True)
     assert stored(ended) == before
     trial.unpin(trial.latest().id)
+    trial.pin(trial.latest().id, trial_run(2)[-8:])  # as pbt does, whose trial 2 began from there, and failed
     assert command("delete", ended, "digits", "--yes")[0] == 0
     assert stored(ended) == {}
     assert "digits" not in command("ls", ended)[1]
