@@ -92,7 +92,7 @@ class _Folder:
 
     def _is_refused_by_fuse(self, error: OSError) -> bool:
         """Return whether `error` is EIO on FUSE: rclone's mounts, which do not support links, return it for each."""
-        return error.errno == errno.EIO and (filesystem_of(os.fstat(self.way.folder).st_dev) or "").startswith("fuse")
+        return error.errno == errno.EIO and (filesystem_of(self.way.folder) or "").startswith("fuse")
 
 
 class _Group:

@@ -27,7 +27,7 @@ def keep_reserve(folder: Path) -> None:
     """
     with suppress(OSError):
         missing = [path for path in _paths(folder) if not _is_whole(path)]
-        if not missing or (filesystem_of(folder.stat().st_dev) or "fuse").startswith("fuse"):
+        if not missing or (filesystem_of(folder) or "fuse").startswith("fuse"):
             return
         probe = folder / temporary_name()
         try:

@@ -48,7 +48,7 @@ class GroupSync:
         """
         device = os.fstat(way.folder).st_dev
         if device not in self._filesystems:
-            is_whole = self._is_large and _has_syncfs() and filesystem_of(device) in _SYNCED_WHOLE
+            is_whole = self._is_large and _has_syncfs() and filesystem_of(way.folder) in _SYNCED_WHOLE
             self._filesystems[device] = descriptor = way.listed() if is_whole else None
             if descriptor is not None:
                 self._open.callback(os.close, descriptor)

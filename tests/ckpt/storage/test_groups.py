@@ -262,7 +262,7 @@ def test_a_mount_of_rclone_answers_an_input_output_error_to_each_link_and_gets_c
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(groups, "filesystem_of", lambda device: "fuse.rclone")
+    monkeypatch.setattr(groups, "filesystem_of", lambda _: "fuse.rclone")
     stored = storage.put_files(written(source, ["a", "b"]), owned=True)
     assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
     assert storage.get_bytes("run/x/a") == storage.get_bytes("run/x/b") == b"data"

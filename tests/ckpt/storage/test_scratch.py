@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 import time
@@ -6,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prefect_torch.ckpt.storage.local_files.reserve import keep_reserve
 from prefect_torch.ckpt.storage.machine import mounts, scratch
 from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
 
@@ -84,6 +86,28 @@ def test_a_mount_that_others_may_change_is_named(tmp_path):
     assert mounts.shared_mount_of(Path("/proc")) == "proc on /proc"
     assert mounts.shared_mount_of(Path("/dev/shm")) is None
     assert mounts.shared_mount_of(tmp_path / "gone") is None
+
+
+@pytest.mark.skipif(not mounts._MOUNTS.exists(), reason="this system does not tell its mounts")
+def test_btrfs_whose_directories_have_other_numbers_than_its_mount_is_known(tmp_path, monkeypatch):
+    """Each subvolume has a number of its own."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    mount = mounts._numbers_of(folder)[0]
+    (table := tmp_path / "mountinfo").write_text(
+        f"{mount}0 1 0:41 / /other rw - nfs host:/x rw\n{mount} 1 0:999999 / {tmp_path} rw shared:1 - btrfs /dev/x rw\n"
+    )
+    monkeypatch.setattr(mounts, "_MOUNTS", table)
+    assert scratch.is_local(tmp_path)
+    assert mounts.filesystem_of(folder) == mounts.filesystem_of(tmp_path) == "btrfs"
+    keep_reserve(tmp_path)
+    assert len(list(tmp_path.glob(".tmp-*"))) == 8
+    os.close(folder)
+
+
+@pytest.mark.skipif(not mounts._MOUNTS.exists(), reason="this system does not tell its mounts")
+def test_a_kernel_that_does_not_tell_the_number_of_a_mount_tells_that_of_its_filesystem(monkeypatch):
+    monkeypatch.setattr(mounts, "_MOUNT_ID", re.compile("never"))
+    assert scratch.is_local(Path("/dev/shm"))
 
 
 def test_a_scratch_folder_goes_with_its_block(tmp_path):
