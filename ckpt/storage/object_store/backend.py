@@ -193,7 +193,7 @@ class ObstoreStorage:
         """Return an object's size in bytes; where a HEAD fails, the response to a GET says why."""
         check_key(key)
         try:
-            return obstore.head(self._store, key)["size"]
+            return self._answered(lambda: obstore.head(self._store, key)["size"])
         except (obstore.exceptions.BaseError, OSError) as exc:
             if not is_unexplained(exc):
                 raise self._translated(key, exc) from None
@@ -239,7 +239,9 @@ class ObstoreStorage:
 
     def reopened(self) -> "ObstoreStorage":
         """Return this storage with a new connection."""
-        return ObstoreStorage(self._url, self._options, self._deadline_s)
+        again = ObstoreStorage(self._url, self._options, self._deadline_s)
+        again._has_answered = self._has_answered
+        return again
 
     def local_path(self, key: str) -> Path | None:
         """Return None: a bucket is read through its service."""
@@ -269,7 +271,9 @@ class ObstoreStorage:
         parts = digest.passed(cut(part_bytes))
         check_key(key)
         try:
-            obstore.put(self._uploading, key, parts, chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS)
+            self._answered(
+                lambda: obstore.put(self._uploading, key, parts, chunk_size=part_bytes, max_concurrency=_CONCURRENT_PARTS)
+            )
         except (obstore.exceptions.BaseError, OSError) as exc:
             is_lost, translated = has_no_upload(exc), self._translated(key, exc)
             if is_lost and translated is not exc:
@@ -279,9 +283,13 @@ class ObstoreStorage:
 
     def _call(self, key: str, request: Callable[[], T]) -> T:
         try:
-            result = request()
+            return self._answered(request)
         except (obstore.exceptions.BaseError, OSError) as exc:
             raise self._translated(key, exc) from None  # its text has the reason
+
+    def _answered(self, request: Callable[[], T]) -> T:
+        """Return what a request returns; from then on it is known that there are credentials, for `_translated`."""
+        result = request()
         self._has_answered = True
         return result
 

@@ -1185,6 +1185,31 @@ def test_a_role_whose_credentials_fail_to_come_once_is_asked_again(answer, has_a
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage: storage.put_buffers("x", [memoryview(bytes(9 * 2**20))]),
+        lambda storage: storage.size("there"),
+        lambda storage: storage.get_bytes("there"),
+    ],
+    ids=["put_buffers", "size", "get_bytes"],
+)
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_a_request_of_any_kind_has_shown_that_there_are_credentials(moto, monkeypatch, call, is_reopened):
+    """A rank whose tensors are large stores them in parts, and asks for nothing else."""
+    url = f"s3://{moto.new_bucket()}"
+    ObstoreStorage(url, moto.options()).put_bytes("there", b"1")
+    storage = ObstoreStorage(url, moto.options())
+    call(storage)
+
+    def fail(*_, **__):
+        raise GenericError(f"{TOKEN_REQUEST}HTTP error: error sending request")
+
+    monkeypatch.setattr(obstore, "put", fail)
+    with pytest.raises(StorageError, match="cannot be fetched at the moment"):
+        (storage.reopened() if is_reopened else storage).put_bytes("y", b"1")
+
+
+@pytest.mark.parametrize(
     ("url", "login"),
     [
         ("s3://bucket/x", "AWS_ACCESS_KEY_ID"),
