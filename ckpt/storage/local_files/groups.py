@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 from .copies import copy_file, naming_if_full, read_small, require_whole, write_small
 from .free_space import FreeSpace
 from .root_folder import RootFolder, Way
-from .syncing import GroupSync
+from .syncing import GroupSync, is_unwritten, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,6 +127,8 @@ class _Group:
 
     def _take(self, folder: _Folder, name: str, path: Path) -> bool:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
+        if is_unwritten(path.lstat()):
+            raise OSError(f"the system could not write {path} to the disk, and may have lost its data: write the file anew")
         if not _is_the_callers_alone(folder.way, path.lstat()) or not _has_access_of(folder.way, path):
             return False
         try:
@@ -136,7 +139,7 @@ class _Group:
         if not folder.is_covered:
             self._sync.begin(path)
         taken = digest_file(path)
-        if _version(path.lstat()) != _version(before):  # somebody still writes to it: a copy will match its digest
+        if version_of(path.lstat()) != version_of(before):  # somebody still writes to it: a copy will match its digest
             return False
         self._links[folder.key][name] = path
         self._keep(folder, name, taken)
@@ -170,7 +173,12 @@ class _Group:
 
     def finish(self) -> None:
         """Make the files durable, then link those that may be linked, then make the names durable."""
-        self._sync.wait()
+        try:
+            self._sync.wait()
+        except OSError:  # of whatever file of this filesystem
+            for path in chain.from_iterable(named.values() for named in self._links.values()):
+                self._sync.begin(path)
+            raise
         for key, named in self._links.items():
             with self._root.make(key) as way:
                 folder = _Folder(key, way, key not in self._uncovered)
@@ -214,7 +222,3 @@ def _default_access(folder: "str | Path") -> bytes | None:
         with suppress(OSError):
             return os.getxattr(folder, "system.posix_acl_default")
     return None
-
-
-def _version(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns

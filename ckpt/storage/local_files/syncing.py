@@ -20,6 +20,20 @@ _SYNCED_WHOLE = {"btrfs", "ext4", "f2fs", "xfs"}
 _SINCE_LINUX = (5, 8)  # before, it did not report a failed write
 _AT_ONCE = 8
 _LEAST_FILES = 64  # fewer are synced one by one, without waiting for the writes of other programs
+_unwritten: set[tuple[int, int, int]] = set()  # the versions of the files whose sync has failed in this process
+
+
+def version_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return what changes when a file is written or replaced."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def is_unwritten(status: os.stat_result) -> bool:
+    """Return whether a sync of this file has failed before: the next one would succeed, though its data may be lost.
+
+    Linux tells of a failed write once, and does not write again (https://lwn.net/Articles/752063/).
+    """
+    return version_of(status) in _unwritten
 
 
 class GroupSync:
@@ -86,5 +100,8 @@ def _sync_file(path: Path) -> None:
     try:
         with naming_if_full(lambda: path):  # a file server may report a full disk only now
             os.fsync(descriptor)
+    except OSError:
+        _unwritten.add(version_of(os.fstat(descriptor)))
+        raise
     finally:
         os.close(descriptor)

@@ -14,6 +14,8 @@ import pytest
 import xxhash
 from prefect_torch.ckpt.storage.local_files import syncing
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 
 MANY = 70  # more than are synced one by one
 
@@ -224,6 +226,45 @@ def test_after_an_error_nothing_is_stored_and_the_files_are_where_they_were(stor
     assert {it.digest for it in stored.values()} == {xxhash.xxh3_128_hexdigest(b"data")}
     assert [storage.get_bytes(key) for key in files] == [b"data", b"data"]
     assert (source / "a").stat().st_ino == (Path(storage.url) / "run/x/a").stat().st_ino
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("filesystem", [None, "ext4"])
+def test_an_owned_file_whose_sync_has_failed_is_refused_until_it_is_written_anew(
+    storage, source, monkeypatch, reason, filesystem
+):
+    """Linux tells of a failed write once: the next sync succeeds, and the data are lost with the page cache."""
+    if filesystem is not None and not syncing._has_syncfs():
+        pytest.skip("this system cannot sync a filesystem")
+    monkeypatch.setattr(syncing, "filesystem_of", lambda _: filesystem)
+    files = written(source, map(str, range(MANY)))
+    fsync, lost = os.fsync, {(source / "7").stat().st_ino}
+    told = {None: [], "ext4": ["sync all"]}[filesystem]
+
+    def fail_once(descriptor):
+        if (inode := os.fstat(descriptor).st_ino) in lost:
+            lost.remove(inode)
+            raise OSError(reason, os.strerror(reason))
+        fsync(descriptor)
+
+    def fail_whole_once(descriptor):
+        if told:
+            told.pop()
+            raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    monkeypatch.setattr(syncing, "_sync_filesystem", fail_whole_once)
+    retrying = RetryingStorage(lambda: storage, RetryPolicy(60, 0.001, 0.001))
+    expected = "the system could not write .*/7 to the disk" if reason == errno.EIO else "No space left"
+    with pytest.raises(OSError, match=expected):
+        retrying.put_files(files, owned=True)
+    assert (lost, told, list(storage.list(""))) == (set(), [], [])
+    with pytest.raises(OSError, match="/7 to the disk, and may have lost its data: write the file anew"):
+        retrying.put_files(files, owned=True)
+    (source / "7").write_bytes(b"again")
+    retrying.put_files(files, owned=True)
+    assert storage.get_bytes("run/x/7") == b"again"
+    assert (source / "7").stat().st_nlink == 2
 
 
 @pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EMLINK])
