@@ -15,7 +15,7 @@ from obstore.store import ObjectStore, S3Store
 from prefect_torch.ckpt.errors import MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.digest import RunningDigest, split, write_all
 from prefect_torch.ckpt.storage.keys import check_key
-from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 
 from .config import open_object_stores, promises_key_order
@@ -222,9 +222,11 @@ class ObstoreStorage:
         try:
             self._call(batch[0], partial(obstore.delete, store, batch))
         except FileNotFoundError:  # S3 ignores a missing object; other services stop there and leave the rest
-            for path in batch:
-                with contextlib.suppress(FileNotFoundError):
-                    self._call(path, partial(obstore.delete, store, path))
+            for_each(batch, partial(self._delete_one, store), AT_ONCE)
+
+    def _delete_one(self, store: ObjectStore, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._call(path, partial(obstore.delete, store, path))
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Abort unfinished multipart uploads to S3.

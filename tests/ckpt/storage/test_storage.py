@@ -1274,6 +1274,21 @@ def test_a_service_that_minds_missing_objects_still_deletes_the_others(tmp_path)
     assert list(storage.list("")) == []
 
 
+def test_a_service_that_minds_missing_objects_is_asked_for_many_at_once(tmp_path, monkeypatch):
+    """A prune always names the metadata that may have been set later, and seldom were."""
+    storage = ObstoreStorage("s3://bucket", S3Server("http://127.0.0.1:1").options())
+    storage._store = storage._deleting = LocalStore(tmp_path)
+    together, delete = threading.Barrier(8, timeout=60), obstore.delete
+
+    def delete_together(store, paths):
+        if isinstance(paths, str):
+            together.wait()
+        delete(store, paths)
+
+    monkeypatch.setattr(obstore, "delete", delete_together)
+    storage.delete(f"d/{number:03d}" for number in range(24))
+
+
 def test_a_server_that_is_gone_is_a_storage_error_after_the_deadline():
     options = S3Server(f"http://127.0.0.1:{free_port()}").options()
     storage = RetryingStorage(lambda: ObstoreStorage("s3://bucket", options), RetryPolicy(0.2, 0.01, 0.02))
