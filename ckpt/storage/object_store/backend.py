@@ -26,6 +26,7 @@ from .ranged_reads import read_in_order, read_range_with_status_200
 T = TypeVar("T")
 
 _PART_BYTES = 8 * 2**20
+_QUICK_BYTES = 2**20  # a record of more, such as the archive of a working directory, takes a slow line its time
 _MAX_PARTS = 10_000  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _CONCURRENT_PARTS = 4
 _DELETE_AT_ONCE = 1000
@@ -40,7 +41,7 @@ class ObstoreStorage:
         options: object_store's configuration keys, such as `aws_endpoint_url`; for missing ones the environment's AWS_…
             variables apply, then boto3's own search for credentials.
         deadline_s: After how many seconds without a byte a request is given up, 120 at most; ten minutes for an upload, whose
-            wait begins before its first byte is sent.
+            wait begins before its first byte is sent, unless it is a record of up to 1 MiB.
 
     Raises:
         ValueError: If the url or an option is invalid.
@@ -119,7 +120,8 @@ class ObstoreStorage:
         """
         if len(data) > MOST_RECORD_BYTES:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), f"{self._url}/{key}")
-        self._call(key, lambda: obstore.put(self._store, check_key(key), data, use_multipart=False))
+        store = self._store if len(data) <= _QUICK_BYTES else self._uploading
+        self._call(key, lambda: obstore.put(store, check_key(key), data, use_multipart=False))
 
     def get_bytes(self, key: str) -> bytes:
         """Return a small object.

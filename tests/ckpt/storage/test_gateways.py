@@ -482,6 +482,28 @@ def test_an_upload_may_take_as_long_as_the_line_needs_and_other_requests_may_not
     assert waits == ["120s", "600s"]
 
 
+@pytest.mark.parametrize(
+    ("put", "wait"),
+    [
+        (lambda storage: storage.put_bytes("x", bytes(2**20)), "10s"),
+        (lambda storage: storage.put_bytes("x", bytes(2**20 + 1)), "600s"),
+        (lambda storage: storage.put_buffers("x", [memoryview(b"1")]), "600s"),
+    ],
+    ids=["small record", "large record", "data"],
+)
+def test_only_a_small_record_is_given_up_early(moto, monkeypatch, put, wait):
+    storage = ObstoreStorage(f"s3://{moto.new_bucket()}", moto.options(), 10.0)
+    waits, real = [], backend.obstore.put
+
+    def record(store, *args, **kwargs):
+        waits.append(store.client_options["read_timeout"])
+        return real(store, *args, **kwargs)
+
+    monkeypatch.setattr(backend.obstore, "put", record)
+    put(storage)
+    assert waits == [wait]
+
+
 @contextlib.contextmanager
 def silent_server():
     """Run a server that accepts every connection and never answers; yield it, and the connections."""
