@@ -17,6 +17,8 @@ from prefect_torch.flows.monitoring.events.signs_of_life import last_sign
 from prefect_torch.tasks.prefect_api.paging import read_pages
 
 _logger = logging.getLogger(__name__)
+# A resumer that has begun may be dead, as when the `serve` that ran it was stopped; beside a living one, another is harmless.
+_LEFT_ALONE = (StateType.SCHEDULED, StateType.COMPLETED, StateType.CANCELLING, StateType.CANCELLED)
 
 
 def start_resumers(deployment_id: UUID, action: RunDeployment, *, also_recent: bool = False) -> None:
@@ -54,9 +56,13 @@ def _start_resumer(client: SyncPrefectClient, flow_run: FlowRun, action: RunDepl
         _logger.warning("flow run %r %s for %.0f s", flow_run.name, silence, newest.age_s)
     elif not also_recent:
         return
+    key = f"prefect-torch-silent-{newest.id}"
+    while (resumer := _resumer_of(client, flow_run, action, key)).state_type not in _LEFT_ALONE:
+        key = f"{key}-{resumer.id}"
+
+
+def _resumer_of(client: SyncPrefectClient, flow_run: FlowRun, action: RunDeployment, key: str) -> FlowRun:
+    """Return the resumer that has `key`, in whatever state; it is made if there is none."""
     assert action.deployment_id is not None
-    client.create_flow_run_from_deployment(
-        action.deployment_id,
-        parameters={**parameters, "flow_run": str(flow_run.id)},
-        idempotency_key=f"prefect-torch-silent-{newest.id}",
-    )
+    parameters = {**(action.parameters or {}), "flow_run": str(flow_run.id)}
+    return client.create_flow_run_from_deployment(action.deployment_id, parameters=parameters, idempotency_key=key)

@@ -570,6 +570,23 @@ def test_a_served_flow_run_whose_heartbeats_ended_unnoticed_is_run_again(client,
     assert [client.read_flow_run(it.id).state.is_running() for it in (dead, fresh, never_beat)] == [False, True, True]
 
 
+def test_a_silent_flow_run_whose_resumer_died_is_looked_after_by_another(client, monkeypatch):
+    """As if `serve` had been stopped before it had waited for a heartbeat: Prefect leaves such a resumer Running."""
+    deployment = make_deployment("orphan", "my_training:train_fn", run=RunConfig(storage="/store"))
+    beat(client, begin(client, deployment.apply()), age_s=700)
+    monkeypatch.setattr("prefect.serve", lambda *_: None)
+    found = []
+    for ends in [(Pending(), Running()), (Pending(), Crashed()), (Cancelled(),)]:
+        serve(deployment, max_restarts=2)
+        (resumer,) = (it for it in flow_runs_of(client, "resume/train-orphan") if it.id not in found)
+        assert resumer.state.is_scheduled()
+        found.append(resumer.id)
+        for state in ends:
+            client.set_flow_run_state(resumer.id, state)
+    serve(deployment, max_restarts=2)
+    assert len(flow_runs_of(client, "resume/train-orphan")) == len(found)  # one that somebody has cancelled is wanted no more
+
+
 def test_served_flow_runs_are_restarted_after_an_outage_only_while_their_automation_is_enabled(client, monkeypatch):
     deployment = make_deployment("watched", "my_training:train_fn", run=RunConfig(storage="/store"))
     told, started = [], []
