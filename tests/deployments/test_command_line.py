@@ -156,6 +156,20 @@ def test_an_attempt_without_an_outcome_is_told_by_its_process(local, as_json, ow
     assert (summary["state"], summary["began_at"]) == (state, claimed.claimed_at)
 
 
+@pytest.mark.parametrize("verb", ["ls", "show"])
+def test_an_attempt_that_ends_while_it_is_looked_at_is_not_lost(local, as_json, monkeypatch, verb):
+    store = CheckpointStore.open(local, "run")
+    claimed = claim_attempt(store, Owner.current("f"), world_size=1)
+
+    def ends(_):
+        write_outcome(store, Outcome(claimed.number, "completed"))
+        return True
+
+    monkeypatch.setattr(Owner, "is_process_gone", ends)
+    (described,) = as_json("ls", local) if verb == "ls" else as_json("show", local, "run")["attempts"]
+    assert described["state"] == "completed"
+
+
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
 def test_the_documented_command_deletes_the_completed_runs_of_some_time_ago(tmp_path, monkeypatch):
     (commands,) = re.findall(r"```console\n\$ ([^`]*jq [^`]*)```", (ROOT / "docs/how-to/schedule.md").read_text())

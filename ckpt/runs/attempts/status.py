@@ -17,18 +17,16 @@ class AttemptStatus:
     Attributes:
         attempt: The attempt.
         outcome: Its recorded outcome; None while it runs, or if its leader was killed.
+        is_process_gone: Whether the leader's process is gone; None if it is on another machine or in another container. Of
+            before `outcome` was read: a process that records its outcome and ends meanwhile would look as if it was killed.
         is_newest: Whether there is no newer claim that cannot be read.
 
     """
 
     attempt: Attempt
     outcome: Outcome | None
+    is_process_gone: bool | None
     is_newest: bool = True
-
-    @property
-    def is_process_gone(self) -> bool | None:
-        """Whether the leader's process is gone; None if it is on another machine or in another container."""
-        return self.attempt.owner.is_process_gone()
 
     @property
     def state(self) -> State:
@@ -67,4 +65,5 @@ def read_status(run: Run) -> AttemptStatus | None:
 
 def status_of(run: Run, attempt: Attempt) -> AttemptStatus:
     """Return the status of `attempt`; one small read."""
-    return AttemptStatus(attempt, read_outcome(run, attempt.number))
+    is_process_gone = attempt.owner.is_process_gone()
+    return AttemptStatus(attempt, read_outcome(run, attempt.number), is_process_gone)

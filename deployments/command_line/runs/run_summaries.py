@@ -121,4 +121,6 @@ class _Seen:
 
     def _state(self, store: CheckpointStore, claim: Attempt) -> State:
         ended = stem(self.layout.outcome(claim.number)) in self.outcomes
-        return (status_of(store, claim) if ended else AttemptStatus(claim, None)).state
+        if ended or (is_process_gone := claim.owner.is_process_gone()):  # it may have ended since its outcomes were listed
+            return status_of(store, claim).state
+        return AttemptStatus(claim, None, is_process_gone).state

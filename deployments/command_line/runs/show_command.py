@@ -77,14 +77,15 @@ def show(storage: str, run: str, checkpoint: str | None, metric: str | None, ord
 
 def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     attempts = list(list_attempts(store))  # before the outcomes, which are stored before the next claim
+    are_gone = [attempt.owner.is_process_gone() for attempt in attempts]  # before the outcomes, too
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
     history = read_history(store)
     return {
         "name": store.run,
         "path": store.path,
         "attempts": [
-            _describe_attempt(AttemptStatus(attempt, outcomes.get(attempt.number)), is_newest=attempt is attempts[-1])
-            for attempt in attempts
+            _describe_attempt(AttemptStatus(it, outcomes.get(it.number), is_gone), is_newest=it is attempts[-1])
+            for it, is_gone in zip(attempts, are_gone, strict=True)
         ],
         "reports": len(history),
         "first_report_at": history[0].reported_at if history else None,

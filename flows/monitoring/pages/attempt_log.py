@@ -137,7 +137,7 @@ class AttemptLog:
     @property
     def status(self) -> AttemptStatus:
         """The status of the attempt, by its claim and its outcome."""
-        return AttemptStatus(self.attempt, self.outcome)
+        return AttemptStatus(self.attempt, self.outcome, self.attempt.owner.is_process_gone())
 
     @property
     def steps_per_s(self) -> float | None:

@@ -157,7 +157,8 @@ def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_pat
 def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, lives, waits, monkeypatch):
     process = os.getpid() if lives else 2**22 - 1
     attempt = Attempt(2, "token", replace(Owner.current(), pid=process), 1, None, 1, "2026-01-01T00:00:00+00:00")
-    view, settling = watch_command.View(AttemptStatus(attempt, outcome), (), ()), watch_command.Settling(90.0)
+    status = AttemptStatus(attempt, outcome, attempt.owner.is_process_gone())
+    view, settling = watch_command.View(status, (), ()), watch_command.Settling(90.0)
     now_s = 1000.0
     monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
     assert settling.has_ended(view) is not waits

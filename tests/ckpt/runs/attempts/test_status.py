@@ -2,6 +2,7 @@ import pytest
 from owners import HERE, OWNERS
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 
 
@@ -24,6 +25,19 @@ def test_an_outcome_decides_wherever_the_process_is(store, owner, ending):
     write_outcome(store, Outcome(1, ending))
     status = read_status(store)
     assert (status.state, status.may_be_alive, status.is_completed) == (ending, False, ending == "completed")
+
+
+def test_a_process_that_ends_after_its_outcome_was_stored_is_not_lost(store, monkeypatch):
+    claimed = claim_attempt(store, HERE, world_size=1)
+
+    def ends(_):
+        write_outcome(store, Outcome(claimed.number, "completed"))
+        return True
+
+    before = read_status(store)
+    monkeypatch.setattr(Owner, "is_process_gone", ends)
+    assert read_status(store).state == "completed"
+    assert before.state == "running"
 
 
 def test_the_newest_attempt_counts(store):
