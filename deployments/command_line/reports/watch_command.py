@@ -71,8 +71,9 @@ class Watcher:
 
     def look(self) -> View:
         """Return the present view; costs three listings and a small read for each new object."""
+        status = read_status(self.store)  # first: all that an attempt reported is stored before its outcome
         history = read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
-        return View(read_status(self.store), history, sorted(self.store.ids()))
+        return View(status, history, sorted(self.store.ids()))
 
 
 @dataclass(slots=True)

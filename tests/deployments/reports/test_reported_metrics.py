@@ -5,6 +5,7 @@ import io
 import math
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import ranks
@@ -124,6 +125,27 @@ def test_a_watch_without_a_terminal_prints_what_is_new_and_ends_with_the_trainin
         f"attempt {number}, step 3: loss=0.1",
         f"attempt {number} is completed",
     ]
+
+
+def test_a_watch_prints_the_reports_that_come_with_the_end(local, command, tmp_path, monkeypatch):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    number, reads = newest_attempt(store).number, []
+
+    def reading(read, *args):
+        reads.append(read)
+        if len(reads) == 2:  # the training ends between the two reads of the first look
+            history = HistoryWriter(store, number)
+            history.append(MetricRecord(number, 3, {"loss": 0.1}, None, "2026-01-01T00:00:00+00:00"))
+            history.flush()
+            write_outcome(store, Outcome(number, "completed", None, None, None))
+        return read(*args)
+
+    for name in ("read_status", "read_records"):
+        monkeypatch.setattr(watch_command, name, partial(reading, getattr(watch_command, name)))
+    monkeypatch.setattr(watch_command.time, "sleep", lambda _: None)
+    code, out, _ = command("watch", local, "run")
+    lines = out.splitlines()
+    assert (code, lines.count(f"attempt {number}, step 3: loss=0.1"), lines[-1]) == (0, 1, f"attempt {number} is completed")
 
 
 def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_path, monkeypatch):
