@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 from prefect.logging.handlers import PrefectConsoleHandler
@@ -36,14 +37,69 @@ def interactive_console() -> Console | None:
     return console
 
 
-def live_display(console: Console, render: Callable[[], RenderableType]) -> Live:
-    """Return a display below the log lines of `console`, which refreshes itself once it is started."""
-    return Live(
-        console=console,
-        get_renderable=render,
-        refresh_per_second=_REFRESHES_PER_S,
-        redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not the terminal's
-    )
+class LiveDisplay:
+    """A display below the log lines of a console, which refreshes itself between `start` and `stop`.
+
+    Those of one console are drawn together, in the order of their starts, by one `Live` of rich: of several, rich draws the one
+    that was started first, and none once that has ended.
+
+    Args:
+        console: The console.
+        render: Returns what is shown; called in another thread.
+
+    Attributes:
+        is_transient: Whether nothing of it is left when it ends.
+
+    """
+
+    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+        self.console = console
+        self.render = render
+        self.is_transient = False
+
+    def start(self) -> None:
+        """Show it from now on; nothing to do if it is shown."""
+        with _LOCK:
+            shared = _SHARED.get(self.console)
+            if shared is None:
+                shared = _SHARED[self.console] = _Shared(self.console)
+            if self not in shared.displays:
+                shared.displays = (*shared.displays, self)
+            if not shared.live.is_started:
+                shared.live.start(refresh=True)
+                self.console.show_cursor(show=True)  # a killed process could not restore it
+
+    def stop(self) -> None:
+        """End it, and leave its last state, above the displays that go on; nothing to do if it is not shown."""
+        with _LOCK:
+            shared = _SHARED.get(self.console)
+            if shared is None or self not in shared.displays:
+                return
+            if shared.displays == (self,):
+                del _SHARED[self.console]
+                shared.live.transient = self.is_transient
+                shared.live.stop()
+                return
+            shared.displays = tuple(it for it in shared.displays if it is not self)
+            if not self.is_transient:
+                self.console.print(self.render())
+
+
+class _Shared:
+    """The `Live` of a console, and the displays that it draws, which it reads without a lock."""
+
+    def __init__(self, console: Console) -> None:
+        self.displays: tuple[LiveDisplay, ...] = ()
+        self.live = Live(
+            console=console,
+            get_renderable=lambda: Group(*(it.render() for it in self.displays)),
+            refresh_per_second=_REFRESHES_PER_S,
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or a pipe is not the terminal's
+        )
+
+
+_SHARED: dict[Console, _Shared] = {}
+_LOCK = threading.Lock()  # for it and `displays`
 
 
 class ConsoleProgress:
@@ -57,23 +113,22 @@ class ConsoleProgress:
 
     def __init__(self, run: str, console: Console) -> None:
         self._progress = TrainingProgress(run)
-        self._live = live_display(console, self._render)
+        self._display = LiveDisplay(console, self._render)
 
     def observe(self, event: TrainingEvent) -> None:
         """Record `event`."""
         self._progress.record(event)
         if isinstance(event, AttemptStarted):
-            self._live.transient = False
+            self._display.is_transient = False
         if isinstance(event, AttemptEnded):  # the log says why it was terminated, and what is safe
-            self._live.transient = event.outcome.ending in TERMINATED
+            self._display.is_transient = event.outcome.ending in TERMINATED
 
     def refresh(self, *, final: bool) -> None:
         """Start the display, which then refreshes itself; if `final`, stop it and leave its last state."""
-        if not self._live.is_started and not final:
-            self._live.start(refresh=True)
-            self._live.console.show_cursor(show=True)  # a killed process could not restore it
         if final:
-            self._live.stop()
+            self._display.stop()
+        else:
+            self._display.start()
 
     def _render(self) -> RenderableType:
         return Group(self._head(), *self._lines())

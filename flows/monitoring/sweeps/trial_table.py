@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.console import interactive_console, live_display
+from prefect_torch.flows.monitoring.console import LiveDisplay, interactive_console
 from prefect_torch.flows.monitoring.text import show_duration, show_number
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -34,7 +34,7 @@ class TrialTable:
         self._has_rungs = has_rungs
         self._started_s = time.monotonic()
         self._shown: RenderableType = Text()
-        self._live = live_display(console, self._render)
+        self._display = LiveDisplay(console, lambda: self._shown)
 
     @classmethod
     def at_terminal(cls, num_trials: int | None, *, has_rungs: bool) -> "TrialTable | None":
@@ -44,19 +44,14 @@ class TrialTable:
 
     def show(self, view: SweepView) -> None:
         """Show the view."""
-        rows, has_reasons = _rows(view.by_score()), self._live.console.width >= _WIDE
+        rows, has_reasons = _rows(view.by_score()), self._display.console.width >= _WIDE
         table = _table(view, rows, has_rungs=self._has_rungs, has_reasons=has_reasons)
         self._shown = Group(self._head(view), table)
-        if not self._live.is_started:
-            self._live.start(refresh=True)
-            self._live.console.show_cursor(show=True)  # a killed process could not restore it
+        self._display.start()
 
     def close(self) -> None:
         """Leave the last state at the terminal."""
-        self._live.stop()
-
-    def _render(self) -> RenderableType:
-        return self._shown
+        self._display.stop()
 
     def _head(self, view: SweepView) -> Text:
         trials = view.trials()

@@ -130,6 +130,28 @@ def test_progress_is_a_bar_with_the_newest_metrics(terminal):
     assert metrics == "loss 0.5  val/accuracy 0.75  epoch 3  done True"
 
 
+def test_of_several_trainings_each_is_shown_until_its_own_end(terminal):
+    (first,), (second,), (third,) = map(console_progress, ["first", "second", "third"])
+    for observer in (first, second):
+        observer.observe(AttemptStarted(FIRST, None))
+        observer.refresh(final=False)
+    first.observe(told(5, loss=1.0))
+    first.refresh(final=True)
+    second.observe(told(7, loss=0.5))
+    terminal.wait_for("second  step 7", longest_s=60)
+    third.observe(AttemptStarted(FIRST, None))
+    third.refresh(final=False)
+    third.observe(told(8, loss=0.25))
+    terminal.wait_for("third  step 8", longest_s=60)
+    for observer in (second, third):
+        observer.refresh(final=True)
+    LOGGER.warning("the end")
+    terminal.wait_for("the end")
+    shown = terminal.text()
+    assert shown.index("first  step 5") < shown.index("second  step 7") < shown.index("third  step 8")
+    assert re.search(r"third  step 8[^\n]*\n\s*loss 0.25\s*the end", shown)
+
+
 def test_reports_are_counted_where_a_training_tells_no_progress(terminal):
     bar, metrics = shown_at_last(terminal, [told(7, loss=1.0)])[-2:]
     assert re.fullmatch(r"digits  step 7  1 report  \d+(\.\d)? s", bar), bar
