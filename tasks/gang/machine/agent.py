@@ -135,6 +135,7 @@ class Agent:
         if hasattr(signal, "SIGHUP"):
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a terminal; the connection shows when the leader is gone
         hello = {"type": "hello", **machine, "port": self._neighbours.port}
+        self._link.heard_s = time.monotonic()  # heartbeats come from the hello on, and listing GPUs may have taken minutes
         self._link.send(hello)  # after the handlers: from now on, SIGTERM is reported as a termination, not seen as a loss
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         returncode = 0

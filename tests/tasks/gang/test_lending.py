@@ -37,6 +37,20 @@ def send_and_be_terminated(self, header, *more):
 Link.send = send_and_be_terminated
 sys.exit(agent.main(sys.argv[4:]))
 """
+# An agent whose machine needs ten minutes for the list of its GPUs, and has one.
+SLOW_GPUS = """
+import sys, time, types
+from prefect_torch.tasks.gang.machine import agent
+
+monotonic = time.monotonic
+
+def take(most, leader):
+    time.monotonic = lambda: monotonic() + 600
+    return types.SimpleNamespace(locks=(0,), environment={})
+
+agent._take_gpus = take
+sys.exit(agent.main(sys.argv[4:]))
+"""
 HERE = {"command": "exec {agent}", "ranks_per_host": 1, "leader_address": "127.0.0.1", "wait_s": 0}
 
 
@@ -93,6 +107,18 @@ def test_a_machine_tells_of_its_end_from_the_moment_on_at_which_it_is_known(tmp_
     with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines, machines.lend(lambda: None) as lease:
         wait_until(lambda: lease.machines[0].is_terminated, "the agent tells", 30)
         assert lease.machines[0].lost is None
+
+
+def test_a_machine_whose_gpus_are_listed_late_is_not_lost(tmp_path):
+    """Until its agent says hello, the leader sends it no heartbeats."""
+    (tmp_path / "agent.py").write_text(SLOW_GPUS)
+    cluster = Hosts(["a"], **{**HERE, "command": f"exec {sys.executable} {tmp_path / 'agent.py'} {{agent}}"})
+    with closing(Machines(cluster, 1, 1, use_gpu=True)) as machines, machines.lend(lambda: None) as lease:
+        (machine,) = lease.machines
+        (agent,) = agents()
+        os.kill(agent.pid, signal.SIGTERM)
+        wait_until(lambda: machine.lost or machine.is_terminated, "the agent tells")
+        assert machine.lost is None
 
 
 def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
