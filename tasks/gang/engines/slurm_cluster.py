@@ -20,6 +20,7 @@ from .agent_process import AGENT
 from .cluster import Agents, Cluster, MachineRequest
 
 _JOB_NAME = "--job-name="
+_EXCLUDE, _EXCLUDE_SHORTLY = "--exclude=", "-x"
 _END_S = 3.0  # longer than the agents, srun and its allocation take to end
 _POLL_S = 0.5
 _ANSWER_S = 30.0
@@ -93,6 +94,8 @@ class SlurmCluster(Cluster):
 
     def _srun(self, nodes: str, wanted: MachineRequest, name: str | None) -> list[str]:
         in_job = name is None
+        excluded, others = _without_exclusions(self.srun_arguments)
+        excluded += sorted(wanted.avoid)
         return [
             "srun",
             f"--nodes={nodes}",
@@ -102,12 +105,26 @@ class SlurmCluster(Cluster):
             "--wait=0",
             "--no-kill",
             *(["--overlap"] if in_job else []),  # beside the step that the flow runs in
-            *([f"--exclude={','.join(sorted(wanted.avoid))}"] if wanted.avoid else []),
+            *([f"{_EXCLUDE}{','.join(excluded)}"] if excluded else []),  # once: of several, only the last counts for srun
             *([f"--partition={self.partition}"] if self.partition and not in_job else []),
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
-            *self.srun_arguments,
+            *others,
             *([] if name is None else [f"{_JOB_NAME}{name}"]),
         ]
+
+
+def _without_exclusions(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return which machines arguments of srun exclude, and the other arguments."""
+    excluded, others = [], []
+    following = iter(arguments)
+    for argument in following:
+        if argument in (_EXCLUDE.removesuffix("="), _EXCLUDE_SHORTLY):
+            excluded.append(next(following, ""))
+        elif argument.startswith((_EXCLUDE, _EXCLUDE_SHORTLY)):
+            excluded.append(argument.removeprefix(_EXCLUDE).removeprefix(_EXCLUDE_SHORTLY))
+        else:
+            others.append(argument)
+    return excluded, others
 
 
 def _watched(command: str, name: str, leader: int) -> str:

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -207,6 +208,21 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     with gather(cluster, request):
         pass
     assert not (tmp_path / "cancelled").exists()
+
+
+@pytest.mark.parametrize("given", [["--exclude=bad[1-2]"], ["--exclude", "bad[1-2]"], ["-x", "bad[1-2]"], ["-xbad[1-2]"]])
+def test_srun_excludes_lost_machines_beside_those_that_its_arguments_exclude(monkeypatch, given):
+    """It obeys the last --exclude only."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    commands = []
+    agents = SimpleNamespace(arguments=lambda slots: [], run=lambda command, names: commands.append(shlex.split(command)))
+    cluster = SlurmCluster(srun_arguments=["--time=2", *given, "--mem=0"])
+    for lost in [(), ("n2", "n1")]:
+        with cluster.lend(MachineRequest(1, 1, use_gpu=False, avoid=frozenset(lost)), agents):
+            pass
+    excluding = [[word for word in command if word.startswith(("--ex", "-x", "bad"))] for command in commands]
+    assert excluding == [["--exclude=bad[1-2]"], ["--exclude=bad[1-2],n1,n2"]]
+    assert all({"--time=2", "--mem=0"} <= set(command) for command in commands)
 
 
 def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
