@@ -76,8 +76,8 @@ def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
 
 
 def test_ranks_of_another_machine_have_its_gpus_and_no_others(run):
-    """The agent takes them; here it is one of this machine, started by `env`."""
-    both = {"PYTHONPATH": f"{SUPPORT}:{WITHOUT_COMPILER['PYTHONPATH']}"}
+    """The agent takes them; here it is one of this machine, started by `env`. The cluster's variables choose no others."""
+    both = {"PYTHONPATH": f"{SUPPORT}:{WITHOUT_COMPILER['PYTHONPATH']}", "FAKEGPU_VISIBLE_DEVICES": "1"}
     cluster = Hosts(["here"], command="env", leader_address="127.0.0.1", wait_s=0, environment=both)
     two, three = (ScalingConfig(num_workers=number, use_gpu=True, cluster=cluster) for number in (2, 3))
     ranks = train("gpu_trainings:tell_gpu", {}, two, run).return_value["ranks"]

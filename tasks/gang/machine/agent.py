@@ -198,9 +198,8 @@ class Agent:
         kept = {name: value for name, value in os.environ.items() if name not in left_out}
         if self._interface is not None:
             kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
-        if self._gpus is not None:
-            kept.update(self._gpus.environment)
-        return {**default_threads(header["local_world_size"]), **kept, **header["environment"]}
+        chosen = {} if self._gpus is None else self._gpus.environment  # last: others may use all others
+        return {**default_threads(header["local_world_size"]), **kept, **header["environment"], **chosen}
 
     def _fork_server(self, header: Mapping[str, Any], environment: Mapping[str, str]) -> ForkServer | None:
         """Return the server that forks ranks with `environment`, without waiting for it; None if they are not forked."""
