@@ -69,8 +69,8 @@ class ScalingConfig(_Config):
     wait_for_gpus_s: Seconds | None = Field(
         default=None,
         title="Wait for GPUs (seconds)",
-        description="How long to wait while other trainings use the GPUs of the machine. 0: fail immediately. Without limit "
-        "when empty.",
+        description="How long to wait while other trainings use the GPUs of the flow's machine. 0: fail immediately. "
+        "Without limit when empty.",
     )
     cluster: ClusterChoice | None = Field(
         default=None, title="Cluster", description="Other machines for the ranks. The flow's machine when empty."

@@ -60,7 +60,8 @@ class Agents(Protocol):
 
         Args:
             name: The machine's name in messages, and in `MachineRequest.avoid`; its host name if None.
-            slots: The most ranks that the machine takes; None for the number of its GPUs, or 1 without GPUs.
+            slots: The most ranks that the machine takes; None for all of them, or 1 without GPUs. With GPUs, it takes no more
+                ranks than it has free GPUs.
 
         """
         ...

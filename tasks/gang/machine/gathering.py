@@ -64,6 +64,8 @@ class Gathering:
     def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
         """Return the arguments of an agent's command."""
         named = [] if name is None else ["--name", name]
+        if slots is None and self._wanted.use_gpu:
+            slots = self._wanted.most  # an agent takes its GPUs at once: others are to have those that no rank will
         gpus = ["--gpus"] if self._wanted.use_gpu else []
         return [self.address, *named, *([] if slots is None else ["--slots", str(slots)]), *gpus]
 

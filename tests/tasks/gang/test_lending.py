@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from contextlib import closing, nullcontext, suppress
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -17,10 +18,12 @@ from prefect_torch.tasks import Hosts
 from prefect_torch.tasks.gang.engines import kubernetes_job
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
+from prefect_torch.tasks.gang.gpus import locks
 from prefect_torch.tasks.gang.machine import avoided, gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
 
+SUPPORT = Path(__file__).parents[2] / "support"
 # An agent that is told of its end as soon as the leader knows of it.
 TERMINATED_AT_ONCE = """
 import os, signal, sys
@@ -119,6 +122,20 @@ def test_a_machine_whose_gpus_are_listed_late_is_not_lost(tmp_path):
         os.kill(agent.pid, signal.SIGTERM)
         wait_until(lambda: machine.lost or machine.is_terminated, "the agent tells")
         assert machine.lost is None
+
+
+def test_a_request_leaves_gpus_that_no_rank_needs_to_others(monkeypatch, tmp_path):
+    """Of a machine with two, as trials of one rank use it that begin together."""
+    for name, value in {"PRETENDED_GPUS": "2", "PRETENDED_MACHINE": tmp_path.name, "PYTHONPATH": str(SUPPORT)}.items():
+        monkeypatch.setenv(name, value)
+    cluster = Hosts(["a"], **{**HERE, "ranks_per_host": None})
+    requests = [Machines(cluster, 1, 1, use_gpu=True) for _ in range(2)]
+    try:
+        with requests[0].lend(lambda: None) as first, requests[1].lend(lambda: None) as second:
+            assert [lease.machines[0].slots for lease in (first, second)] == [1, 1]
+    finally:
+        for lock in locks._LOCKS.glob(f"{locks._PREFIX}fake-{tmp_path.name}-*"):
+            lock.unlink()
 
 
 def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
