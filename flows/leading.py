@@ -98,6 +98,8 @@ def lead_training(
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:
         error = state.result(raise_on_failure=False)
+        if termination.cause is not None:  # it may be an error, such as the one that ends a trial's sweep
+            return False
         if not isinstance(error, Exception) or not restarts.count_failure(kind := counts_against(error)):
             return False
         is_logged = isinstance(error, RankFailedError) or isinstance(error.__cause__, RankFailedError)  # with its traceback

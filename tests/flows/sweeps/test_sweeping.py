@@ -438,6 +438,19 @@ def test_a_trial_whose_flow_run_is_cancelled_ends_and_the_sweep_goes_on(run, mon
     assert [it["state_name"] for it in first()] == ["Cancelled"]
 
 
+def test_a_trial_that_ends_with_its_sweep_is_not_started_again(run, monkeypatch, caplog):
+    def fail(*_):
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(leading, "_record_end", fail)  # of the short one, while the other runs
+    space = {"lr": uniform(0, 1), "epochs": choice([1, 100_000])}
+    chosen = search(num_trials=2, max_concurrent=2, initial_points=[{"lr": 0.5, "epochs": it} for it in (100_000, 1)])
+    budgets = FailureConfig(max_infrastructure_failures=3, retry_delay_s=0.0)
+    with pytest.raises(StorageError, match="no answer"):
+        sweep("sweep_trainings:climb", space, {"pause_s": 0.01}, chosen, run=run, failure=budgets)
+    assert "the training starts again" not in caplog.text
+
+
 def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     project = tmp_path / "project"
