@@ -113,6 +113,9 @@ class DeployedTrials:
         self._num_lost: Counter[tuple[int, str]] = Counter()  # by trial and budget
         self._watch = FlowRunWatch(sweep)
         self._give_up_s: float | None = None
+        self._to_cancel: list[tuple[TrialRecord, UUID]] = []
+        self._reason = ""
+        self._cancel_pauses = Backoff()
 
     def start(self, trial: TrialRecord) -> None:
         """Start the flow run of a trial; see `TrialRuns`."""
@@ -125,6 +128,7 @@ class DeployedTrials:
         while self.num_running():
             num_answered = answer_questions(self._sweep, self._decides_on)
             self._start_due()
+            self._cancel_due()
             if ended := self._ended():
                 return ended
             if time.monotonic() >= until_s:
@@ -156,8 +160,16 @@ class DeployedTrials:
             return
         self._give_up_s = time.monotonic() + self._training.failure.grace_s + _CANCEL_S
         self._starting.clear()
-        for trial, flow_run_id in self._running.values():
-            cancel(trial, flow_run_id, f"the sweep ends: {cause!r}")
+        self._to_cancel, self._reason = list(self._running.values()), f"the sweep ends: {cause!r}"
+        self._cancel_due()
+
+    def _cancel_due(self) -> None:
+        """Cancel the flow runs that are to be cancelled; those that Prefect's API refuses are tried again after a pause."""
+        if not self._to_cancel or self._cancel_pauses.wait_s():
+            return
+        self._cancel_pauses.record()
+        with without_retries():  # retries would keep the next ones waiting
+            self._to_cancel = [(trial, it) for trial, it in self._to_cancel if not cancel(trial, it, self._reason)]
 
     def _is_overtaken(self) -> bool:
         try:

@@ -180,6 +180,9 @@ class Api:
 
     def set_flow_run_state(self, flow_run_id, state):
         assert state.is_cancelling()
+        assert PREFECT_CLIENT_MAX_RETRIES.value() == 0, "the next trial would wait meanwhile"
+        if self.is_away:
+            raise httpx.ConnectError("refused")
         self.cancelled.append(flow_run_id)
 
 
@@ -264,6 +267,25 @@ def test_a_sweep_that_was_overtaken_leaves_the_trials_to_its_successor(api, tria
     trials.terminate(KeyboardInterrupt())
     assert api.cancelled == [api.flow_run.id]
     assert trials.num_running() == 0
+
+
+def test_a_trial_whose_cancellation_is_refused_is_cancelled_later_and_keeps_no_other_waiting(api, trials, monkeypatch):
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(trial_flow_runs, "last_sign", lambda *_: None)
+    trials._running = {0: (TRIAL, api.flow_run.id), 1: (replace(TRIAL, number=1), uuid4())}
+    ids = [flow_run_id for _, flow_run_id in trials._running.values()]
+    api.is_away = True
+    trials.terminate(KeyboardInterrupt())
+    assert api.cancelled == []
+    api.is_away = False
+
+    def are_cancelled():
+        trials.take_ended(0)
+        return api.cancelled
+
+    wait_until(are_cancelled, "the cancellations", every_s=0.01)
+    trials.take_ended(0)
+    assert api.cancelled == ids
 
 
 def test_trials_have_answers_while_the_api_is_away_which_is_asked_rarely(api, trials, monkeypatch):
