@@ -47,13 +47,13 @@ _TRANSIENT_ERRNOS = {
 }
 # Codes, and the texts of AWS' other services and Azure; not as a part of a name, since keys may contain any words.
 _EXPIRED = re.compile(
-    rf"(?<![\w/.-])(?:{'|'.join((*EXPIRED, *UNKNOWN))}"
+    rf"(?<![\w/.-])(?:{'|'.join(EXPIRED)}"
     r"|token has expired|token is expired|token included in the request is expired"
     r"|SSO session associated with this profile has expired"
     r"|signature not valid in the specified time frame|lifetime validation failed)(?![\w/-])",
     re.IGNORECASE,
 )
-_UNKNOWN = re.compile(rf"(?<![\w/.-])(?:{'|'.join(UNKNOWN)})(?![\w/-])")
+_UNKNOWN = re.compile(rf"(?<![\w/.-])(?:{'|'.join(UNKNOWN)})(?![\w/-])", re.IGNORECASE)
 # A transfer may take longer than the deadline before it first fails, and is still worth one more try.
 _LEAST_TRIES = 2
 _LISTED_AT_ONCE = 1000
@@ -86,7 +86,7 @@ def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
     if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words
         return "final"
-    if isinstance(error, CredentialsExpiredError) or _EXPIRED.search(str(error)):
+    if isinstance(error, CredentialsExpiredError) or _EXPIRED.search(str(error)) or _UNKNOWN.search(str(error)):
         return "credentials"
     if isinstance(error, (StorageError, ConnectionError, TimeoutError)):
         return "transient"
@@ -285,7 +285,9 @@ class RetryingStorage:
         return retrying(call_newest)
 
     def _may_be_renewed(self, refused: BaseException) -> bool:
-        return self._renews and (self._has_answered or _UNKNOWN.search(str(refused)) is None)
+        text = str(refused)
+        is_unknown = _UNKNOWN.search(text) is not None and _EXPIRED.search(text) is None
+        return self._renews and (self._has_answered or not is_unknown)
 
     def _replace(self, expired: Storage) -> None:
         with self._one_replaces:

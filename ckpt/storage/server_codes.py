@@ -1,4 +1,4 @@
-"""The HTTP statuses and error codes of S3 and compatible servers, grouped by the remedy.
+"""The HTTP statuses and error codes of S3 and compatible servers, Google and Azure, grouped by the remedy.
 
 A code takes precedence over the status that comes with it, which differs among servers.
 """
@@ -31,9 +31,17 @@ PASSING = frozenset(
 )
 PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and all from 500 on, the server's own errors
 # Remedy: fresh credentials. EXPIRED are the codes of S3 and STS for credentials that were valid before; UNKNOWN those for
-# unknown credentials, such as a replaced key, or at MinIO an expired token.
+# unknown credentials, such as a replaced key, or at MinIO an expired token. The last three are Azure's, Google's, and that of
+# Google's service for tokens; Azure's is for expired ones, too, and the text after it tells them apart.
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
-UNKNOWN = ("InvalidToken", "InvalidTokenId", "InvalidAccessKeyId")
+UNKNOWN = (
+    "InvalidToken",
+    "InvalidTokenId",
+    "InvalidAccessKeyId",
+    "AuthenticationFailed",
+    "AuthenticationRequired",
+    "invalid_grant",
+)
 # Remedy: free space. A quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
 FULL = frozenset({"QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 FULL_STATUS = 507

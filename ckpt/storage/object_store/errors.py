@@ -44,6 +44,7 @@ _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
 _CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w*)")
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
+_DETAIL = re.compile(r"<AuthenticationErrorDetail>(?P<text>[^<:'\n]{1,80})")  # Azure's; the rest may quote what was signed
 # Found below the first line of object_store's text, which is the same for every failed connection.
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(?P<why>\w+)")
 _CERTIFICATE_REMEDIES = {  # by the beginning of rustls' name for the reason (https://docs.rs/rustls/latest/rustls/enum.CertificateError.html)
@@ -221,4 +222,5 @@ def first_reason(error: Exception) -> str:
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
     unsent = _UNSENT.search(text) or _INVALID.search(text)
     reasons = [answer[name][:300] for name in ("Code", "Message") if name in answer]
+    reasons += [found["text"].strip() for found in [_DETAIL.search(text)] if found is not None]
     return ": ".join([line, *([unsent["text"]] if unsent is not None and not reasons else reasons)])

@@ -20,6 +20,7 @@ from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, cla
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage import server_codes
 from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files import connections as fsspec_connections
 from prefect_torch.ckpt.storage.fsspec_files import reads as fsspec_reads
@@ -396,7 +397,7 @@ def test_credentials_that_have_expired_are_named_for_requests_without_a_body(sto
             call("run/x")
 
 
-@pytest.mark.parametrize("code", ["InvalidTokenId", "InvalidAccessKeyId", "InvalidToken"])
+@pytest.mark.parametrize("code", server_codes.UNKNOWN)
 def test_credentials_that_a_server_does_not_know_any_more_are_read_anew(storage, proxy, once, code):
     proxy.change = lambda *_: Response(403, f"<Error><Code>{code}</Code></Error>".encode())
     with pytest.raises(CredentialsExpiredError, match=code) as caught:

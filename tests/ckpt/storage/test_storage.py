@@ -31,7 +31,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations import local as fsspec_local
 from fsspec.implementations import memory
 from left_behind import open_files
-from obstore.exceptions import GenericError
+from obstore.exceptions import GenericError, PermissionDeniedError
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
@@ -1207,6 +1207,72 @@ def test_a_request_of_any_kind_has_shown_that_there_are_credentials(moto, monkey
     monkeypatch.setattr(obstore, "put", fail)
     with pytest.raises(StorageError, match="cannot be fetched at the moment"):
         (storage.reopened() if is_reopened else storage).put_bytes("y", b"1")
+
+
+AZURE_REFUSAL = (
+    "The operation lacked the necessary privileges to complete for path x: Error performing GET http://acc/c/x in 4ms - Server "
+    "returned non-2xx status code: 403 Forbidden: <Error><Code>AuthenticationFailed</Code><Message>Server failed to "
+    "authenticate the request.\nRequestId:1</Message><AuthenticationErrorDetail>{}</AuthenticationErrorDetail></Error>"
+)
+GOOGLE_REFUSAL = (
+    "The operation lacked valid authentication credentials for path x: Error performing GET http://b/x in 4ms - Server "
+    "returned non-2xx status code: 401 Unauthorized: <Error><Code>AuthenticationRequired</Code><Message>Authentication "
+    "required.</Message></Error>"
+)
+GOOGLE_LOGIN_REFUSAL = (
+    "Generic GCS error: Error performing token request: Error performing POST https://accounts.google.com/o/oauth2/token - "
+    'Server returned non-2xx status code: 400 Bad Request: {"error": "invalid_grant", "error_description": "Bad Request"}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "is_expired"),
+    [
+        (
+            AZURE_REFUSAL.format("The MAC signature found in the HTTP request 'SIGNED' is not the same. Server used: 'GET'"),
+            "The MAC signature found in the HTTP request",
+            False,
+        ),
+        (
+            AZURE_REFUSAL.format("Signature not valid in the specified time frame: Start [Thu] - Expiry [Fri]"),
+            "Signature not valid in the specified time frame",
+            True,
+        ),
+        (GOOGLE_REFUSAL, "AuthenticationRequired", False),
+        (GOOGLE_LOGIN_REFUSAL, "invalid_grant", False),
+    ],
+    ids=["azure's key", "azure's sas", "google's key", "google's login"],
+)
+def test_a_key_that_was_replaced_is_read_again_and_a_wrong_one_once(tmp_path, text, words, is_expired):
+    """One that the server has never accepted is told after that, unless it says that it has expired."""
+    opened = []
+
+    class Refusing(LocalStorage):
+        accepts = True
+
+        def get_bytes(self, key):
+            if self.accepts:
+                return b"1"
+            error = translate(PermissionDeniedError(text), f"az://c/{key}", has_answered=False)
+            assert words in str(error)
+            assert "SIGNED" not in str(error)
+            raise error
+
+    def reopen():
+        opened.append(Refusing(tmp_path))
+        opened[-1].accepts = len(opened) > 2
+        return opened[-1]
+
+    wrong = RetryingStorage(reopen, RetryPolicy(60, 0, 0), renews=True)
+    with contextlib.nullcontext() if is_expired else pytest.raises(CredentialsExpiredError, match=words):
+        wrong.get_bytes("x")
+    assert len(opened) == 2 + is_expired
+    opened.clear()
+    replaced = RetryingStorage(reopen, RetryPolicy(60, 0, 0), Refusing(tmp_path), renews=True)
+    assert replaced.get_bytes("x") == b"1"
+    replaced._storage.accepts = False
+    assert replaced.get_bytes("x") == b"1"
+    assert len(opened) == 3
 
 
 @pytest.mark.parametrize(
