@@ -38,6 +38,9 @@ _UNUSABLE_LOGINS = {
     f"{_PROVIDER}: RefreshWithMFAUnsupportedError": "give a login for which nobody has to type a code",
 }
 _STATUS = re.compile(r"\b(?:status|status code|response)\D{0,12}(?P<status>[1-5]\d\d)\b", re.IGNORECASE)
+_STATUS_OF_ONE = re.compile(r"\(code: (?P<status>[1-5]\d\d)\)")  # of one of many deletions, at Azure
+# Azure's 409 for a blob under a policy of immutability; of one of many deletions there is only the text.
+_IMMUTABLE = re.compile(r"\bBlobImmutableDueToPolicy\b|\bimmutable due to a policy\b")
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
 # The code in a response, of one object of many, and of botocore, which fetches the credentials of a role.
@@ -166,9 +169,9 @@ def has_no_upload(error: Exception) -> bool:
     return (_status(error) in (404, 405) or _NO_UPLOAD.search(text) is not None) and "NoSuchBucket" not in text
 
 
-def _status(error: Exception) -> int:
-    """Return the HTTP status, or 0."""
-    found = _STATUS.search(_NAMES.sub("", str(error)))
+def _status(error: Exception, pattern: re.Pattern[str] = _STATUS) -> int:
+    """Return the HTTP status of a response, or 0."""
+    found = pattern.search(_NAMES.sub("", str(error)))
     return int(found["status"]) if found else 0
 
 
@@ -179,7 +182,7 @@ def _code(error: Exception) -> str:
 
 
 def _translate_status(error: Exception, where: str, reason: str) -> Exception:
-    status, code = _status(error), _code(error)
+    status, code = _status(error) or _status(error, _STATUS_OF_ONE), _code(error)
     refused = (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError)
     if code in PASSING:
         return StorageError(f"{where}: {reason}")
@@ -187,7 +190,8 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
         return _not_its_answer(where, reason)
     if code in FULL or status == FULL_STATUS:
         return full_storage(reason, where)
-    if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES:
+    is_immutable = _IMMUTABLE.search(_NAMES.sub("", str(error))) is not None
+    if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES or is_immutable:
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
     if (300 <= status < 500 and status not in PASSING_STATUSES) or status == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")

@@ -1209,6 +1209,24 @@ def test_a_request_of_any_kind_has_shown_that_there_are_credentials(moto, monkey
         (storage.reopened() if is_reopened else storage).put_bytes("y", b"1")
 
 
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("This request is not authorized to perform this operation using this permission. (code: 403)", PermissionError),
+        ("This operation is not permitted as the blob is immutable due to a policy. (code: 409)", PermissionError),
+        ("There is currently a lease on the blob and no lease ID was specified in the request. (code: 412)", OSError),
+        ("The server is busy. (code: 503)", StorageError),
+        ("There is currently a conflict. (code: 409)", StorageError),
+    ],
+)
+def test_a_refusal_of_azure_to_delete_one_of_many_objects_is_told_at_once(reason, expected):
+    text = f"Generic MicrosoftAzure error: Bulk delete request failed for key run/(code: 500)/x: {reason}"
+    error = translate(GenericError(text), "az://c/run/x", has_answered=True)
+    assert type(error) is expected
+    assert classify(error) == ("transient" if expected is StorageError else "final")
+    assert reason in str(error)
+
+
 AZURE_REFUSAL = (
     "The operation lacked the necessary privileges to complete for path x: Error performing GET http://acc/c/x in 4ms - Server "
     "returned non-2xx status code: 403 Forbidden: <Error><Code>AuthenticationFailed</Code><Message>Server failed to "
