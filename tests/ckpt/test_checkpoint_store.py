@@ -400,6 +400,16 @@ class Undeletable(WrappedStorage):
         self.inner.delete(keys)
 
 
+def test_where_nothing_may_be_deleted_a_checkpoint_that_a_prune_would_delete_can_be_pinned(store, tmp_path):
+    dropped, _ = fill(store, tmp_path, 1, 2)
+    refusing = open_run(Undeletable(store.storage, PermissionError(13, "Permission denied"), ""))
+    with pytest.raises(pruning.DeletionRefusedError, match="1 of 1 checkpoints"):
+        prune_as_leader(refusing, RetentionPolicy(1))
+    assert store.keys(store.layout.deletions) != []
+    store.pin(dropped.id)
+    assert any(dropped.id in key for key in store.keys(store.layout.pins))
+
+
 def test_garbage_that_cannot_be_deleted_does_not_keep_the_rest(store, tmp_path, caplog):
     (kept,) = fill(store, tmp_path, 1)
     session = Attempt(store).session()  # the second attempt

@@ -58,8 +58,8 @@ class DeletionMark:
     def renew(self) -> None:
         """Write the mark; the caller must look for pins and manifests afterwards."""
         old, token, since_put = self._token, secrets.token_hex(8), Stopwatch()
-        run, mark = self._run, {"checkpoints": self._ids, "marked_at": utc_now()}
-        put_despite_full_disk(run, lambda: run.put_record(run.layout.deletion(token), mark))
+        run = self._run
+        put_despite_full_disk(run, lambda: self._put(token, self._ids))
         self._token, self._since_put = token, since_put
         put_despite_full_disk(run, lambda: run.put_json(run.layout.pins_witness(token), {}))
         if old is not None:
@@ -76,6 +76,15 @@ class DeletionMark:
         layout = self._run.layout
         listed = _list_with(self._run, layout.pins, layout.pins_witness(self._token), "pinned checkpoints")
         return pinned_among(info.key for info in listed)
+
+    def withdraw(self) -> None:
+        """Let the mark name no checkpoint: nothing may be deleted, so the mark itself stays."""
+        if self._token is not None:
+            with suppress(StorageError, OSError):  # it ends in an hour
+                self._put(self._token, [])
+
+    def _put(self, token: str, ids: list[str]) -> None:
+        self._run.put_record(self._run.layout.deletion(token), {"checkpoints": ids, "marked_at": utc_now()})
 
     def remove(self) -> None:
         """Remove the mark: the deletion is complete, or will not happen."""

@@ -116,7 +116,10 @@ def _delete_all(
                 kept.update(it.id for it in group if it.id in pinned)
                 num_done += len(group)
     if failures.noted:
-        raise _failure(run, failures.noted, num_done, len(dropped)) from failures.noted[0][1]
+        failure = _failure(run, failures.noted, num_done, len(dropped))
+        if isinstance(failure, DeletionRefusedError):
+            mark.withdraw()
+        raise failure from failures.noted[0][1]
     if deleted := {it.id for it in dropped if evaluations[it.id]} - kept:  # garbage collection deletes the logs of the others
         delete_evaluation_logs(run, lambda checkpoint_id: checkpoint_id in deleted)
     return kept
