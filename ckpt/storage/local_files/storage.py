@@ -295,11 +295,10 @@ def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
     """Yield the files in an open directory, and close it."""
     try:
         with os.scandir(folder) as entries:
-            # A directory sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b".
-            named = sorted(
-                (f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name, entry) for entry in entries
-            )
-        for name, entry in named:
+            # A directory sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b". A file that is
+            # replaced meanwhile may come twice (tmpfs, FUSE).
+            named = {f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name: entry for entry in entries}
+        for name, entry in sorted(named.items()):
             key = f"{prefix}{name}"
             if name.endswith("/"):
                 if after is None or key > after or after.startswith(key):

@@ -287,6 +287,22 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         yield tmp_path / "outside"
         assert seen_in(tmp_path / "outside") == before
 
+    def test_what_the_system_lists_twice_is_listed_once(self, storage, monkeypatch):
+        """As tmpfs does if a file is replaced while a large directory is read."""
+        for key in ("run/x", "run/y/z"):
+            storage.put_bytes(key, b"1")
+        scandir = os.scandir
+
+        @contextlib.contextmanager
+        def scan_twice(folder):
+            with scandir(folder) as entries:
+                listed = [*entries]
+            with scandir(folder) as entries:
+                yield [*listed, *entries]
+
+        monkeypatch.setattr(os, "scandir", scan_twice)
+        assert [info.key for info in storage.list("")] == ["run/x", "run/y/z"]
+
     @pytest.mark.parametrize("verb", VERBS, ids=VERBS)
     @pytest.mark.parametrize("place", ["run", "run/checkpoints/id/sub"])
     def test_no_verb_follows_a_link_out_of_the_store(self, storage, outside, tmp_path, verb, place):
