@@ -54,6 +54,8 @@ def store_sweep(storage, *, search: SearchConfig = SEARCH, ending: str | None = 
         journal.append(encode_event(event))
     for number in history_of(events):
         store_trial(run, number)
+    for number, ended in enumerate(["completed", "stopped", "failed", "completed"]):
+        write_outcome(Run.open(storage, trial_run(number)), Outcome(1, ended, str(FLOW_RUN)))
     if ending is not None:
         write_outcome(run, Outcome(attempt.number, ending, str(FLOW_RUN)))
     return run, definition

@@ -1,6 +1,6 @@
 """The curve of a trial: its reports of the metric that the sweep optimizes, read from its run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
@@ -23,6 +23,7 @@ class TrialCurve:
         step: The step of its newest report; None before the first.
         flow_run_id: The flow run of its newest attempt, or None.
         attempts: The number of its attempts.
+        is_over: Whether its newest attempt had ended before the reports were read, so that all of it is here.
 
     """
 
@@ -32,15 +33,16 @@ class TrialCurve:
     step: int | None = None
     flow_run_id: str | None = None
     attempts: int = 0
+    is_over: bool = False
 
     def after(self, earlier: "TrialCurve") -> "TrialCurve":
         """Return this curve, preceded by that of a run that the trial has left, up to the first step of this one."""
         if not self.points:
-            return TrialCurve(earlier.points, earlier.times, earlier.metrics, earlier.step, self.flow_run_id, self.attempts)
+            return replace(self, points=earlier.points, times=earlier.times, metrics=earlier.metrics, step=earlier.step)
         kept = [(step, value) for step, value in earlier.points if step < self.points[0][0]]
         points = tuple(thin([*kept, *self.points], _MAX_POINTS))
         times = {step: {**earlier.times, **self.times}[step] for step, _ in points}
-        return TrialCurve(points, times, self.metrics, self.step, self.flow_run_id, self.attempts)
+        return replace(self, points=points, times=times)
 
 
 def read_curve(run: Run, metric: str) -> TrialCurve:
@@ -67,4 +69,5 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
         max((record.step for record in history), default=None),
         status.attempt.owner.flow_run_id,
         status.attempt.number,
+        is_over=not status.may_be_alive,
     )

@@ -147,7 +147,11 @@ class SweepView:
         return math.inf if score is None else score
 
     def _is_changed(self, record: TrialRecord) -> bool:
-        return record.state == "running" or self._versions.get(record.number) != _version(record)
+        curve = self._curves.get(record.number)
+        if record.state == "running" or curve is None or self._versions.get(record.number) != _version(record):
+            return True
+        # A decision is in the journal before the process of the trial has stored its last reports; a failure, after that.
+        return record.state != "failed" and curve.attempts > 0 and not curve.is_over
 
     def _read(self, record: TrialRecord) -> TrialCurve:
         known, earlier = self._earlier.get(record.number, ((), TrialCurve()))

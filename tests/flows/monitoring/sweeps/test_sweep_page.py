@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from memory_storage import MemoryStorage
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -141,6 +142,19 @@ def test_only_runs_that_changed_are_read_again(view, monkeypatch):
     assert read == [trial_run(4)]  # it runs
 
 
+def test_reports_that_a_trial_stores_after_the_decision_that_ended_it_are_read():
+    run, definition = store_sweep(MemoryStorage())
+    history = store_trial_from(run, trial_run(9), [(1, 0.7)])
+    view = SweepView(run, definition)
+    view.record({9: TrialRecord(9, trial_run(9), {}, 9, "stopped", metrics={"loss": 0.6})})
+    view.read()
+    history.append(MetricRecord(1, 2, {"loss": 0.6}, None, "2026-01-02T00:00:00+00:00"))
+    history.flush()
+    write_outcome(Run.open(run.storage, trial_run(9)), Outcome(1, "stopped"))
+    view.read()
+    assert view.trials()[0].curve.points == ((1, 0.7), (2, 0.6))
+
+
 def test_a_slow_storage_ends_a_look_and_the_next_one_goes_on():
     run, definition = store_sweep(MemoryStorage())
     times = iter([0.0, 0.0, 11.0, 20.0, 20.0, 20.0, 20.0])
@@ -195,6 +209,7 @@ def store_trial_from(sweep, name, points):
     for step, loss in points:
         history.append(MetricRecord(attempt.number, step, {"loss": loss}, None, "2026-01-02T00:00:00+00:00"))
     history.flush()
+    return history
 
 
 def test_a_nan_and_a_failed_trial_have_no_value(view):
