@@ -17,7 +17,7 @@ from prefect_torch.tasks.prefect_api.client import LazyClient
 from prefect_torch.tasks.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.backoff import Backoff
+from prefect_torch.tasks.training.backoff import LONGEST_PAUSE_S, Backoff
 
 from .page import SweepContext, write_sweep
 from .trial_table import TrialTable
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _LOOK_S = 2.0
+_PAUSE_PER_READ = 9.0  # seconds for each second of a look's reads, which are of all that the running trials have reported
 _REQUEST_S = 15.0
 _LONGEST_CLOSE_S = 20.0
 
@@ -60,6 +61,7 @@ class SweepObserver:
         self._flow_run_id = flow_run_id
         self._table = table
         self._backoff = Backoff()
+        self._pause_s = _LOOK_S
         key = f"{artifact_key(view.run.name, view.run.path)}-sweep"
         self._artifact = LiveArtifact(key, "markdown", may_exist=has_run_before())
         self._client = LazyClient(_REQUEST_S)
@@ -80,7 +82,7 @@ class SweepObserver:
         self._thread.join(_LONGEST_CLOSE_S)
 
     def _run(self) -> None:
-        while not self._is_closing.wait(_LOOK_S):
+        while not self._is_closing.wait(self._pause_s):
             self._look(final=False)
         self._look(final=True)
         self._client.close()
@@ -100,12 +102,17 @@ class SweepObserver:
         self._view.record(self._trials())
         is_due = final or self._backoff.wait_s() <= 0
         if is_due or self._table is not None:
-            self._view.read()
+            self._read()
         if self._table is not None:
             self._table.show(self._view)
         if is_due:
             self._backoff.record()
             self._publish(final=final)
+
+    def _read(self) -> None:
+        began_s = time.monotonic()
+        self._view.read()
+        self._pause_s = min(max(_LOOK_S, _PAUSE_PER_READ * (time.monotonic() - began_s)), LONGEST_PAUSE_S)
 
     def _publish(self, *, final: bool) -> None:
         page = write_sweep(self._view, self._context, time.time())

@@ -2,6 +2,8 @@
 
 import io
 import re
+import time
+from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
@@ -114,6 +116,27 @@ def test_a_storage_that_does_not_answer_costs_the_page_and_not_the_sweep(view, m
     monkeypatch.setattr(SweepView, "read", refuse)
     assert pages_of(lead(view)) == []
     assert caplog.text.count("the page of the sweep is not up to date: StorageError('gone')") == 1
+
+
+def test_the_reads_of_looks_take_a_tenth_of_the_time_or_one_is_made_each_half_minute(view, monkeypatch):
+    now_s, waits, reads_s = [0.0], [], iter([0.1, 1.0, 7.0, 0.1])
+
+    def read(_):
+        now_s[0] += next(reads_s)
+
+    class Closing:
+        def wait(self, seconds):
+            waits.append(seconds)
+            return len(waits) == 4
+
+    monkeypatch.setattr(SweepView, "read", read)
+    monkeypatch.setattr(LiveArtifact, "show", lambda *_: None)
+    monkeypatch.setattr(observer, "has_run_before", lambda: False)
+    made = SweepObserver(view, trials, CONTEXT, None, TrialTable(Console(file=io.StringIO()), 5, has_rungs=True))
+    monkeypatch.setattr(observer, "time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
+    made._is_closing = Closing()
+    made._run()
+    assert waits == pytest.approx([2.0, 2.0, 9.0, 30.0])
 
 
 @pytest.mark.parametrize("width", [80, 120])
