@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -23,9 +24,9 @@ _OF_RUN = ("damaged", "start", "retention")
 def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None) -> TrainingPlan:
     """Return what the next flow run of a deployment of `train` would do; starts nothing.
 
-    Its grace is compared with its work pool's. In a work pool of containers, neither the function, nor the code directory, nor
-    the GPUs are looked for on this machine, and a storage that would be lost with the container is a warning. Any other storage
-    is checked from this machine.
+    Its grace is compared with its work pool's, and with that of the pods of its ranks. In a work pool of containers, neither
+    the function, nor the code directory, nor the GPUs are looked for on this machine, and a storage that would be lost with the
+    container is a warning. Any other storage is checked from this machine.
 
     Args:
         deployment: Its name, such as "train/nightly"; without "train/", that of a deployment of `train`.
@@ -43,10 +44,17 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
         return planned
     pool, variables = read_work_pool(found.work_pool_name), found.job_variables or {}
     in_pool = {line.subject: line for line in _look_at_pool(pool, variables, _arguments(given))}
-    lines = tuple(in_pool.get(line.subject, line) for line in planned.lines)
+    lines = tuple(chain.from_iterable(_with_pool(line, in_pool) for line in planned.lines))
     if "storage" not in in_pool:
         return replace(planned, lines=lines)
     return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # no container sees this storage
+
+
+def _with_pool(line: PlanLine, in_pool: Mapping[str, PlanLine]) -> Iterator[PlanLine]:
+    """Yield what replaces a line of the plan; the graces of the ranks' pods and of the flow run both have to be long enough."""
+    if line.subject == "grace" and line.status == "warning":
+        yield line
+    yield in_pool.get(line.subject, line)
 
 
 def plan_parameters(parameters: Mapping[str, Any]) -> TrainingPlan:

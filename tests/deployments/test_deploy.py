@@ -19,7 +19,7 @@ from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, job_template, make_deployment, plan_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
 from prefect_torch.deployments.planning import _look_at_pool
-from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig, train
+from prefect_torch.flows import FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, train
 
 OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()
 ON_S3 = RunConfig(storage="s3://bucket/runs")
@@ -279,6 +279,17 @@ def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
     code, out, err = command("plan", "train/planned")
     assert (code, err) == (1, "")
     assert "wrong    gpus         4 needed" in out
+
+
+def test_a_planned_grace_is_compared_with_those_of_the_flow_run_and_of_the_pods_of_its_ranks():
+    pods = ScalingConfig(num_workers=8, use_gpu=True, cluster=KubernetesCluster(termination_grace_s=60))
+    options = {"run": ON_S3, "work_pool": "kubernetes-pool", "job_variables": {"termination_grace_s": 120}}
+    deploy("pods", "elsewhere:train_fn", None, pods, failure=FailureConfig(grace_s=90), **options)
+    flow_run, grace = "a flow run of work pool 'kubernetes-pool' is killed 120 s", []
+    for line in plan_deployment("train/pods").lines:
+        if line.subject == "grace":
+            grace.append((line.status, "a pod is killed 60 s" in line.text, flow_run in line.text))
+    assert grace == [("warning", True, False), ("ok", False, True)]
 
 
 def test_a_storage_that_vanishes_with_its_container_is_told_without_the_run_that_this_machine_has(
