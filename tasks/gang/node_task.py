@@ -56,8 +56,8 @@ def train_node(group: RankGroup, machine: Machine | None, logs: RankLogs | None,
                 announce_exit(connected.result(), RankExit(spec.rank, None, "died", repr(exc)))
                 raise
 
-        running = [pool.submit(copy_context().run, run, spec) for spec in group.specs]
-        try:
+        try:  # also if no thread can be started for a rank: those of the others wait for `connected`
+            running = [pool.submit(copy_context().run, run, spec) for spec in group.specs]
             connected.set_result(connect(group.specs[0].rendezvous, tries_for=WITHIN_LEADER))
         except BaseException as exc:
             connected.set_exception(exc)

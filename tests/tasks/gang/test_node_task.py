@@ -3,13 +3,14 @@
 import errno
 import logging
 import queue
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from threading import Timer
 
 import pytest
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
-from prefect_torch.tasks.gang import rank_logs
+from prefect_torch.tasks.gang import node_task, rank_logs
 from prefect_torch.tasks.gang.machine.remote_rank import RemoteRank
 from prefect_torch.tasks.gang.node_task import train_node
 from prefect_torch.tasks.gang.rank_groups import RankGroup, group_ranks
@@ -165,6 +166,22 @@ def test_a_rank_that_cannot_be_started_does_not_keep_its_neighbours_waiting(grou
     with pytest.raises(ValueError, match="no such file"):
         train_node.fn(group, Machine(group.ranks, [2], ValueError("no such file")), None, stop)
     assert "no such file" in next(end.detail for end in read_exits(key_value) if end.rank == 2)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_for_which_no_thread_can_be_started_does_not_keep_its_neighbours_waiting(group, monkeypatch):
+    """For a store that this task run never connects to."""
+    group, _ = group
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            if self._threads:
+                raise RuntimeError("can't start new thread")
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(node_task, "ThreadPoolExecutor", Pool)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        train_node.fn(group, PlayedMachine(group.ranks), None, StopOrder())
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread")])
