@@ -26,6 +26,7 @@ _END_S = 2.0
 _POLL_S = 0.05
 _OF_ADDRESS = (socket.EAI_NONAME, errno.EADDRNOTAVAIL)
 _NO_GPU = "torch finds no GPU there, or others use all of them: `prefect-torch doctor` there says which it finds"
+_TAKEN_AWAY = "it is about to be taken away (SIGTERM to its agent)"
 _ANYWHERE = ("192.0.2.1", 9)  # RFC 5737; connecting a datagram socket sends nothing
 
 
@@ -144,7 +145,9 @@ class Gathering:
 
     def reasons(self) -> dict[str, str]:
         """Return why machines did not come, by their names."""
-        reasons = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
+        taken_away = {name: _TAKEN_AWAY for name, machine in self._came.items() if machine.is_terminated}
+        lost = {name: machine.lost for name, machine in self._came.items() if machine.lost is not None}
+        reasons = {**taken_away, **lost}
         came_as = self._came_as()
         reasons.update({name: reason for name, reason in dict(self._failed).items() if name not in came_as})
         return reasons
@@ -183,7 +186,7 @@ class Gathering:
     def _alive(self) -> tuple[RemoteMachine, ...]:
         order = {name: number for number, name in enumerate(self._expected)}
         with self._changing:
-            alive = [machine for machine in self._came.values() if machine.lost is None]
+            alive = [machine for machine in self._came.values() if not (machine.lost or machine.is_terminated)]
         return tuple(sorted(alive, key=lambda machine: order.get(self._cluster.expected_name(machine.name), len(order))))
 
     def _came_as(self) -> set[str]:

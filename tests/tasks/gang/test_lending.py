@@ -103,13 +103,14 @@ def test_a_kept_machine_that_is_going_to_be_taken_away_is_avoided():
         assert kept.lost is not None
 
 
-def test_a_machine_tells_of_its_end_from_the_moment_on_at_which_it_is_known(tmp_path):
+def test_a_machine_tells_of_its_end_from_the_moment_on_at_which_it_is_known_and_is_not_lent(tmp_path):
     """Its death would be a failure, of which a training has only so many."""
     (tmp_path / "agent.py").write_text(TERMINATED_AT_ONCE)
     cluster = Hosts(["a"], **{**HERE, "command": f"exec {sys.executable} {tmp_path / 'agent.py'} {{agent}}"})
-    with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines, machines.lend(lambda: None) as lease:
-        wait_until(lambda: lease.machines[0].is_terminated, "the agent tells", 30)
-        assert lease.machines[0].lost is None
+    with gathering.gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathered:
+        wait_until(gathered.reasons, "the agent tells", 30)
+        assert gathered.reasons() == {"a": "it is about to be taken away (SIGTERM to its agent)"}
+        assert not gathered.wait(lambda: None)
 
 
 def test_a_machine_whose_gpus_are_listed_late_is_not_lost(tmp_path):
