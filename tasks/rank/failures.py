@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
 from itertools import chain
+from json import JSONDecodeError
 from pathlib import Path
 from traceback import walk_tb
 from typing import TypeGuard
@@ -75,6 +76,7 @@ _OF_CUDA: dict[int, tuple[str, RankFailureKind]] = {
 }
 _CUDA_ERROR = "CUDA error: "
 _OF_PREFECT = "httpx.HTTPError"
+_OF_PAGES = (JSONDecodeError, UnicodeDecodeError)  # what Prefect's client raises for the page of a proxy, with status 200
 # Gloo throws a plain RuntimeError whose text begins with the location in its source, or with what torch was about to do: to
 # connect a group, to pass a monitored barrier, of which TORCH_DISTRIBUTED_DEBUG=DETAIL puts one before each collective. It may
 # be raised anywhere: in a collective, in work.wait() of the user, in the backward pass of DDP. The location in TensorPipe, of
@@ -175,7 +177,7 @@ def counts_against(error: BaseException) -> FailureKind:
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     if isinstance(failed, RankFailedError):
         return _BUDGETS[failed.kind]
-    if isinstance(error, (StorageError, NotEnoughMachinesError)) or _OF_PREFECT in _type_names(error):
+    if isinstance(error, (StorageError, NotEnoughMachinesError, *_OF_PAGES)) or _OF_PREFECT in _type_names(error):
         return "infrastructure"
     if isinstance(error, StorageFullError) or is_of_full_disk(error):
         return "user"

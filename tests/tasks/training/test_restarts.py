@@ -3,10 +3,14 @@
 import errno
 import pickle
 from dataclasses import replace
+from json import JSONDecodeError
+from uuid import uuid4
 
 import httpx
 import pytest
 from faulty_storage import FaultyStorage
+from prefect.settings import PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED, temporary_settings
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -48,6 +52,16 @@ BUDGETS = {
     "preemption": "max_preemptions",
 }
 UNLIMITED = dict.fromkeys(BUDGETS.values(), -1)
+
+
+@pytest.mark.parametrize("page", [b"<html>maintenance</html>", "<html>Störung</html>".encode("latin-1")])
+def test_a_page_of_a_proxy_in_the_place_of_prefects_answer_is_no_end_of_a_training(page):
+    """As where the server is being upgraded; with status 503, it is an httpx.HTTPError."""
+    checked = {PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False}  # as it was before
+    restarts, errors = Restarts(FailureConfig(), str(uuid4()), is_rerun=True), (JSONDecodeError, UnicodeDecodeError)
+    with api_that_answers(200, page), temporary_settings(checked), pytest.raises(errors) as caught:
+        _ = restarts.owner
+    assert counts_against(caught.value) == "infrastructure"
 
 
 @pytest.mark.parametrize("kind", BUDGETS)
