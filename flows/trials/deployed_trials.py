@@ -275,7 +275,7 @@ class DeployedTrials:
         run = self._sweep.beside(trial.run)
         status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
         outcome = None if status is None else status.outcome
-        is_preempted = outcome is not None and outcome.kind == "preemption"
+        is_preempted = outcome is not None and outcome.ending == "preempted" and outcome.kind is not None
         if outcome is not None and not is_preempted:
             return end_of(run, outcome)
         if self._goes_on_elsewhere(trial):

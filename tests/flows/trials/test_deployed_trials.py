@@ -57,6 +57,7 @@ from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import Journal
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.search import Search
+from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.trials import deployed_trials, trial_flow_runs
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials
 from prefect_torch.flows.trials.left_trials import LeftTrials
@@ -337,6 +338,15 @@ def test_a_preemption_that_a_flow_run_has_recorded_counts_as_that(api, trials, t
         trials._running = {0: (TRIAL, api.flow_run.id)}
         ends += trials.take_ended(0).values()
     assert [end is None for end in ends] == [most is None or place < most for place in range(3)]
+
+
+def test_a_flow_run_whose_ranks_were_terminated_too_often_has_failed(api, trials, tmp_path):
+    api.flow_run.state = Failed()
+    run, flow_run_id = Run.open(str(tmp_path), TRIAL.run), str(api.flow_run.id)
+    attempt = claim_attempt(run, Owner.current(flow_run_id), world_size=1)
+    write_outcome(run, Outcome(attempt.number, "failed", flow_run_id, "preemption", "rank 0 was ended by SIGTERM"))
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    assert trials.take_ended(0) == {0: TrialEnd("failed", "rank 0 was ended by SIGTERM")}
 
 
 def test_the_answered_questions_of_a_flow_run_that_has_ended_are_not_looked_at_again(api, trials, tmp_path):
