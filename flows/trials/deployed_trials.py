@@ -17,6 +17,8 @@ from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import DecisionMaker
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
+from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
+from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.parameters import large_parameters_explained
 from prefect_torch.flows.monitoring.messages import portable_storage, tag_of
@@ -275,16 +277,24 @@ class DeployedTrials:
         run = self._sweep.beside(trial.run)
         status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
         outcome = None if status is None else status.outcome
-        is_preempted = outcome is not None and outcome.ending == "preempted" and outcome.kind is not None
-        if outcome is not None and not is_preempted:
+        if outcome is not None and outcome.ending != "preempted":
             return end_of(run, outcome)
-        if self._goes_on_elsewhere(trial):
-            return None
-        if is_preempted:
-            return self._count_lost(trial, "max_preemptions")
-        if status is None and flow_run is not None and flow_run.state is not None and not flow_run.state.is_crashed():
-            said = flow_run.state.message or flow_run.state.name
-            return TrialEnd("failed", f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}")
+        failure = None if self._goes_on_elsewhere(trial) else self._failure_of(trial, flow_run_id, flow_run, status)
+        return None if failure is None else TrialEnd("failed", failure, newest_of_each(read_history(run)))
+
+    def _failure_of(
+        self, trial: TrialRecord, flow_run_id: UUID, flow_run: FlowRun | None, status: AttemptStatus | None
+    ) -> str | None:
+        """Return why a trial has failed whose flow run has recorded no end of it; None if it goes on."""
+        state = None if flow_run is None else flow_run.state
+        if flow_run is not None and state is not None:
+            if state.is_cancelled():
+                return f"flow run {flow_run.name!r} of {self._deployment} was cancelled"
+            if status is None and not state.is_crashed():
+                said = state.message or state.name
+                return f"flow run {flow_run.name!r} of {self._deployment} ended before it trained: {said}"
+        if status is not None and status.outcome is not None:
+            return None if status.outcome.kind is None else self._count_lost(trial, "max_preemptions")
         return self._count_lost(trial, self._budget_of(trial, flow_run_id))
 
     def _goes_on_elsewhere(self, trial: TrialRecord) -> bool:
@@ -305,11 +315,11 @@ class DeployedTrials:
         has_committed = led and max(led) in committed_attempts(run, attempts)
         return "max_preemptions" if has_committed else "max_infrastructure_failures"
 
-    def _count_lost(self, trial: TrialRecord, budget: _Budget) -> TrialEnd | None:
-        """Count a lost flow run as a training counts it; return the trial's end if the budget is used up."""
+    def _count_lost(self, trial: TrialRecord, budget: _Budget) -> str | None:
+        """Count a lost flow run as a training counts it; return why the trial has failed if the budget is used up."""
         most: int = getattr(self._training.failure, budget)
         self._num_lost[trial.number, budget] += 1
         num_lost = self._num_lost[trial.number, budget]
         if most == UNLIMITED or num_lost <= most:
             return None
-        return TrialEnd("failed", f"its flow run was lost {num_lost} times, with {budget}={most}")
+        return f"its flow run was lost {num_lost} times, with {budget}={most}"

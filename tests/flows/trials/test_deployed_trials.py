@@ -30,7 +30,7 @@ from prefect.settings import (
     PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
     temporary_settings,
 )
-from prefect.states import Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
+from prefect.states import Cancelled, Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
@@ -347,6 +347,19 @@ def test_a_flow_run_whose_ranks_were_terminated_too_often_has_failed(api, trials
     write_outcome(run, Outcome(attempt.number, "failed", flow_run_id, "preemption", "rank 0 was ended by SIGTERM"))
     trials._running = {0: (TRIAL, api.flow_run.id)}
     assert trials.take_ended(0) == {0: TrialEnd("failed", "rank 0 was ended by SIGTERM")}
+
+
+@pytest.mark.parametrize("kind", ["none, since it was killed", "preemption", None])
+def test_a_cancelled_flow_run_fails_its_trial_however_its_process_ended(api, trials, tmp_path, kind):
+    """A worker kills a process that hangs; Prefect may not answer the process; one that was suspended has recorded no kind."""
+    api.flow_run.state = Cancelled()
+    run, flow_run_id = Run.open(str(tmp_path), TRIAL.run), str(api.flow_run.id)
+    attempt = claim_attempt(run, Owner.current(flow_run_id), world_size=1)
+    commit(run, 1, attempt=attempt.number)
+    if kind in ("preemption", None):
+        write_outcome(run, Outcome(attempt.number, "preempted", flow_run_id, kind))
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    assert trials.take_ended(0) == {0: TrialEnd("failed", "flow run 'a-flow-run' of train/gpu was cancelled", {"loss": 0.0})}
 
 
 def test_the_answered_questions_of_a_flow_run_that_has_ended_are_not_looked_at_again(api, trials, tmp_path):
