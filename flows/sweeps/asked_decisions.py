@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
-from prefect_torch.ckpt.reporting.decisions import DecisionMaker, DecisionPoints, Verdict
+from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionMaker, DecisionPoints, Verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.layout import stem
@@ -77,9 +77,9 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
     return AskedDecisions(sweep, leaf, is_terminated)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AskedDecisions:
-    """Requests the sweep's decisions at the reports of a trial that this process leads.
+    """Requests the sweep's decisions at the reports of a trial that this process leads; without an answer, the trial stops.
 
     Attributes:
         sweep: The sweep.
@@ -87,6 +87,7 @@ class AskedDecisions:
         is_terminated: Returns whether to stop waiting.
         longest_wait_s: How long to wait for an answer: a sweep that was killed may be started again.
         sleep: Waits between two reads of the answer.
+        has_points: Whether the sweep has told the reports at which it decides in this attempt.
 
     """
 
@@ -95,23 +96,27 @@ class AskedDecisions:
     is_terminated: Callable[[], bool] = field(default=lambda: False, compare=False)
     longest_wait_s: float = LONGEST_WAIT_S
     sleep: Callable[[float], None] = field(default=time.sleep, compare=False)
+    has_points: bool = field(default=True, init=False, compare=False)
 
     def points(self) -> DecisionPoints | None:
-        """Return the reports at which the sweep decides.
+        """Return the reports at which the sweep decides; without an answer the first one, at which the trial stops.
 
         Raises:
-            TimeoutError: If the sweep does not answer.
+            TimeoutError: If the sweep does not answer before the trial's leader is terminated.
 
         """
         answer = self._ask({"points": True})
+        self.has_points = answer is not None
         if answer is None:
-            raise TimeoutError(f"sweep {self.sweep.name!r} has not answered trial {self.trial!r}: start it again")
+            if self.is_terminated():
+                raise TimeoutError(f"sweep {self.sweep.name!r} has not answered trial {self.trial!r} in time")
+            return DecisionPoints(TRAINING_ITERATION, 0, asks_always=True)
         found = self._read(answer, "points")
         return None if found is None else decode(DecisionPoints, found, "the answer", "the points of a decision")
 
     def decide(self, request: DecisionRequest) -> Verdict:
         """Return the sweep's decision; without one, the trial stops here, and the sweep decides when it is started again."""
-        answer = self._ask({"request": asdict(request)})
+        answer = self._ask({"request": asdict(request)}) if self.has_points else None
         if answer is None:
             get_run_logger().warning("sweep %r does not answer; trial %r waits in its checkpoint", self.sweep.name, self.trial)
             return Verdict(goes_on=False)

@@ -173,12 +173,25 @@ def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep, caplo
     waits, pauses = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2), []
     assert not waits.decide(REQUEST).goes_on
     assert [(it.name, it.getMessage().partition(";")[0]) for it in caplog.records] == [("run", "sweep 'sweep' does not answer")]
-    with pytest.raises(TimeoutError, match=f"sweep 'sweep' has not answered trial '{TRIAL}': start it again"):
-        waits.points()
     terminated = AskedDecisions(sweep, TRIAL, lambda: len(pauses) == 3, sleep=pauses.append)
     assert not terminated.decide(REQUEST).goes_on
     assert len(pauses) == 3
+    with pytest.raises(TimeoutError, match=f"sweep 'sweep' has not answered trial '{TRIAL}' in time"):
+        terminated.points()
     assert sweep.keys("") == []
+
+
+def test_a_trial_whose_sweep_does_not_tell_where_it_decides_ends_at_its_first_report(sweep):
+    waits = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2)
+    assert waits.points().ask(0, 1, {}, has_checkpoint=False)
+    waits.longest_wait_s = 60.0
+    decided = Deciding()
+    for ask, answers in [
+        (lambda: waits.decide(REQUEST), [Verdict(goes_on=False)]),  # by the points of no sweep
+        (waits.points, [decided.points()]),  # of the next attempt
+        (lambda: waits.decide(REQUEST), [Verdict(goes_on=True, milestone=9.0)]),
+    ]:
+        assert asked_while_answered(sweep, ask, {TRIAL: decided}.get) == answers
 
 
 def test_only_the_trials_of_a_sweep_that_leads_them_elsewhere_ask(tmp_path):
