@@ -42,6 +42,7 @@ _STATUS_OF_ONE = re.compile(r"\(code: (?P<status>[1-5]\d\d)\)")  # of one of man
 # Azure's 409 for a blob under a policy of immutability; of one of many deletions there is only the text.
 _IMMUTABLE = re.compile(r"\bBlobImmutableDueToPolicy\b|\bimmutable due to a policy\b")
 _NAMES = re.compile(r"https?://[^\s\"<>]+|location \S+|path: \"[^\"]*\"|for key .*?: ")  # they may contain any words
+_LONG_NAME = re.compile(r"(\S{100})\S+")  # a key, which comes twice, before the status
 _NO_UPLOAD = re.compile(r"NoSuchUpload|InvalidBlockList|InvalidPart\b")
 # The code in a response, of one object of many, and of botocore, which fetches the credentials of a role.
 _CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w*)")
@@ -222,7 +223,8 @@ def first_reason(error: Exception) -> str:
     For a request that was not sent, the reason, such as "Connection refused", replaces the response.
     """
     text = without_login(str(error).strip())
-    line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])[:500].rstrip(": ")
+    line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])
+    line = _LONG_NAME.sub(r"\1…", line)[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
     unsent = _UNSENT.search(text) or _INVALID.search(text)
     reasons = [answer[name][:300] for name in ("Code", "Message") if name in answer]

@@ -468,6 +468,13 @@ def test_a_missing_object_is_told_from_a_refused_one_by_the_listing(storage, pro
         call(storage, "run/y")
 
 
+def test_a_missing_object_with_a_long_key_is_told_from_a_refused_one(storage, proxy):
+    proxy.change = lambda _method, path, response: response if "list-type" in path else REFUSED
+    key = f"{'r' * 200}/trials/{'t' * 200}/latest.json"
+    with pytest.raises(FileNotFoundError, match=f"{key} does not exist"):
+        storage.get_bytes(key)
+
+
 @pytest.mark.parametrize("body", BAD_LISTINGS)
 def test_a_refused_object_is_not_missing_for_a_200_that_is_no_listing(storage, proxy, body):
     storage.put_bytes("run/x", b"1")
