@@ -196,6 +196,10 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures:
         if unreported_attempt(run.layout, info.key) < newest_attempt:
             name = info.key.removeprefix(run.layout.all_unreported).partition("/")[0]
             newest_s[name] = max(newest_s[name], info.modified_s)
+    for name in {*run.storage.folders(run.layout.all_unreported)} - newest_s.keys():  # empty, as between two reports
+        if unreported_attempt(run.layout, f"{run.layout.all_unreported}{name}") < newest_attempt:
+            with suppress(FileNotFoundError):
+                newest_s[name] = (folder / name).stat().st_mtime
     for name, modified_s in newest_s.items():
         if modified_s < before_s:  # not by keys: a function may give its files names that are no keys
             # The suppressed error: another process collects garbage, too.

@@ -1,5 +1,6 @@
 """The deletion of a run, which is repeated where it was interrupted."""
 
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
@@ -29,6 +30,8 @@ def delete_run(run: Run) -> None:
     manifests = [key for key in left if key.startswith(run.layout.manifests)]
     run.storage.delete(manifests)
     run.storage.delete(key for key in left if key not in last)
+    if (unreported := run.storage.local_path(run.layout.all_unreported.removesuffix("/"))) is not None:
+        shutil.rmtree(unreported, ignore_errors=True)  # of killed ranks; mostly empty directories, which hold no object
     give_up_space(run)  # before the last object, with which the directory goes
     run.storage.delete([run_info])
     run.storage.delete(claims)

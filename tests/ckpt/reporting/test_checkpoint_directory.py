@@ -157,6 +157,16 @@ def test_what_a_killed_rank_left_is_removed_by_a_later_attempt(store):
     assert all(path.is_relative_to(kept) for path in left_in(store))
 
 
+def test_an_empty_directory_of_a_killed_rank_is_removed_too(store):
+    """As it is between two reports."""
+    killed, live = Attempt(store).session(), Attempt(store).session()
+    left, kept = killed.lent.make(), live.lent.make()
+    collect_garbage(store)
+    assert left.is_dir()
+    collect_garbage(store, grace_s=-1)
+    assert (left.exists(), kept.is_dir()) == (False, True)
+
+
 @pytest.mark.parametrize("during", ["mkdir", "is_dir"])
 def test_a_garbage_collection_meanwhile_takes_no_directory_away(store, monkeypatch, during):
     """It removes the parent, if that is empty, after it was made or before it is found to be there."""
