@@ -24,7 +24,7 @@ from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.arguments import name_checkpoint, show_ranks
 from prefect_torch.flows.calls.parameters import check_stored, large_parameters_explained
-from prefect_torch.flows.planning import PlanLine, compare_grace
+from prefect_torch.flows.planning import TO_END_S, PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
@@ -291,6 +291,10 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
 
 def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
     """Return a plan's line on whether ranks have their grace before a flow run of `pool` that is told to end is killed."""
+    command = job_variables.get("command") or default_of(pool, "command") or ""
+    if pool.type == "docker" and "prefect-torch execute" in command:  # whoever stops it sets the limit
+        least = f"`docker stop` needs --time {failure.grace_s + TO_END_S:g} for a container of work pool {pool.name!r}"
+        return PlanLine("grace", "ok", f"ranks have {failure.grace_s:g} s for a last checkpoint, and {least}")
     given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
     remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
     return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)

@@ -169,7 +169,7 @@ def test_checkpoints_that_would_vanish_with_their_container_are_refused():
     ("kind", "job_variables", "grace_s", "most"),
     [
         ("process", {}, 26, 25),
-        ("docker", {}, 90, 25),
+        ("docker", {"command": "prefect flow-run execute"}, 26, 25),
         ("kubernetes", {}, 56, 55),
         ("kubernetes", {"termination_grace_s": 90}, 86, 85),
     ],
@@ -271,11 +271,12 @@ def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
     assert lines["gpus"] == ("wrong", "4 needed, and work pool 'docker-pool' is asked for 2 (num_gpus)")
     assert lines["function"] == ("ok", "looked for in the image of work pool 'docker-pool' alone")
     assert lines["grace"][0] == "ok"
-    assert "a flow run of work pool 'docker-pool' is killed 30 s after" in lines["grace"][1]
-    params = '{"scaling": {"num_workers": 2, "use_gpu": true}, "failure": {"grace_s": 29}}'
+    assert "`docker stop` needs --time 25 for a container of work pool 'docker-pool'" in lines["grace"][1]
+    params = '{"scaling": {"num_workers": 2, "use_gpu": true}, "failure": {"grace_s": 90}}'
     told = as_json("plan", "planned", "--params", params)
     assert told["would_begin"]
-    assert [line["subject"] for line in told["lines"] if line["status"] == "warning"] == ["grace"]
+    assert [line["text"] for line in told["lines"] if line["status"] == "warning"] == []
+    assert [line["text"] for line in told["lines"] if "--time 95" in line["text"]]
     code, out, err = command("plan", "train/planned")
     assert (code, err) == (1, "")
     assert "wrong    gpus         4 needed" in out
