@@ -86,15 +86,24 @@ def _reserve(order: dict[str, Any]) -> tuple[Any, int]:
     avoided = [node for node, name in _names().items() if name in order["avoid"]]
     deadline_s = time.monotonic() + order["wait_s"]
     while True:
-        room = _room(order["resources"])
-        for num_ranks in range(min(order["most"], max(room, order["fewest"])), order["fewest"] - 1, -1):
-            group = _group(order, num_ranks, avoided)
-            is_last = num_ranks == order["fewest"]  # waits, so that an autoscaling cluster can grow
-            longest_s = max(_SETTLE_S, deadline_s - time.monotonic()) if is_last else _SETTLE_S
-            if group.wait(timeout_seconds=longest_s):
-                return group, num_ranks
+        fits, too_many = order["fewest"], min(order["most"], max(_room(order["resources"]), order["fewest"])) + 1
+        tried = too_many - 1
+        while too_many - fits > 1:  # halved: each step that does not fit costs seconds, of the minute that the leader waits
+            group = _group(order, tried, avoided)
+            if not group.wait(timeout_seconds=_SETTLE_S):
+                too_many = tried
+            elif tried == too_many - 1:
+                return group, tried
+            else:
+                fits = tried
             ray.util.remove_placement_group(group)
-        if time.monotonic() >= deadline_s:
+            tried = (fits + too_many) // 2
+        group = _group(order, fits, avoided)
+        is_fewest = fits == order["fewest"]  # waits, so that an autoscaling cluster can grow
+        if group.wait(timeout_seconds=max(_SETTLE_S, deadline_s - time.monotonic()) if is_fewest else _SETTLE_S):
+            return group, fits
+        ray.util.remove_placement_group(group)
+        if is_fewest and time.monotonic() >= deadline_s:
             sys.exit(f"room for {min(_room(order['resources']), order['fewest'] - 1)}: with {order['resources']} for each rank")
 
 

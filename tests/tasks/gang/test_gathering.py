@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, Profile
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster
-from prefect_torch.tasks.gang.engines import client_process, slurm_cluster
+from prefect_torch.tasks.gang.engines import client_process, ray_agents, slurm_cluster
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
@@ -223,6 +223,43 @@ def test_srun_excludes_lost_machines_beside_those_that_its_arguments_exclude(mon
     excluding = [[word for word in command if word.startswith(("--ex", "-x", "bad"))] for command in commands]
     assert excluding == [["--exclude=bad[1-2]"], ["--exclude=bad[1-2],n1,n2"]]
     assert all({"--time=2", "--mem=0"} <= set(command) for command in commands)
+
+
+class PlayedRay:
+    """Ray with a CPU for each of 1000 ranks, of which fewer fit: as many as it has machines, one on each."""
+
+    def __init__(self, num_machines):
+        self.num_machines, self.tried, self.held = num_machines, [], 0
+        self.util = self
+
+    def nodes(self):
+        return []
+
+    def available_resources(self):
+        return {"CPU": 1000.0 - self.held}
+
+    def placement_group(self, bundles, *, strategy):
+        def wait(*, timeout_seconds):
+            self.tried.append(len(bundles))
+            fits = len(bundles) + self.held <= self.num_machines
+            self.held += len(bundles) if fits else 0
+            return fits
+
+        return SimpleNamespace(wait=wait, bundles=bundles)
+
+    def remove_placement_group(self, group):
+        self.held = 0
+
+
+@pytest.mark.parametrize("num_machines", [2, 3, 4, 31, 63, 64, 100])
+def test_ray_is_asked_for_few_numbers_of_ranks_until_one_fits(monkeypatch, num_machines):
+    """It answers after seconds that a group does not fit, and the leader waits for a minute."""
+    ray = PlayedRay(num_machines)
+    monkeypatch.setattr(ray_agents, "_ray", lambda: ray)
+    order = {"fewest": 2, "most": 64, "avoid": [], "wait_s": 0, "resources": {"CPU": 1.0}, "strategy": "STRICT_SPREAD"}
+    _, num_ranks = ray_agents._reserve(order)
+    assert num_ranks == ray.held == min(num_machines, 64)
+    assert len(ray.tried) <= 8
 
 
 def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
