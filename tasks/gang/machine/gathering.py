@@ -156,6 +156,7 @@ class Gathering:
         """Release all machines."""
         self._listener.close()
         with self._changing:
+            self._is_over = True  # also where `wait` has raised: nobody would release an agent that comes now
             for machine in self._came.values():
                 machine.release()
 

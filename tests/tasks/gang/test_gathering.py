@@ -176,6 +176,22 @@ def test_an_agent_that_says_hello_when_an_attempt_begins_is_sent_away():
         assert link.sent == [{"type": "refused", "reason": "the attempt has begun without it"}]
 
 
+def test_an_agent_that_says_hello_when_the_wait_for_machines_was_broken_off_is_sent_away():
+    """As at the end of an attempt that had asked for more machines: the agent has listed its GPUs meanwhile, and holds them."""
+
+    class EndedError(Exception):
+        pass
+
+    def end():
+        raise EndedError
+
+    link, request = EndedLink(), MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    with pytest.raises(EndedError), gather(Roomy(leader_address="127.0.0.1"), request) as gathering:
+        gathering.wait(end)
+    gathering._enter(link, {"name": "late", "address": "127.0.0.1", "slots": 1, "versions": versions()})
+    assert [header["type"] for header in link.sent] == ["refused"]
+
+
 @pytest.mark.parametrize(
     ("states", "cancels"), [("PENDING", True), ("RUNNING", True), ("RUNNING COMPLETING", False), ("", False)]
 )
