@@ -237,7 +237,7 @@ class _Rank:
     ) -> None:
         self._link = link
         self._number = header["rank"]
-        self._recorder = FlightRecorder(self._number) if header["records_collectives"] else None
+        self._recorder = FlightRecorder(self._number, environment) if header["records_collectives"] else None
         self._oom_kills = OomKills()
         self._may_send = threading.Semaphore(_MOST_UNREAD)
         recorded = {} if self._recorder is None else self._recorder.environment

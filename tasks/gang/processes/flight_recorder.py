@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.scratch import make_scratch, remove_scratch
@@ -18,13 +19,14 @@ class FlightRecorder:
 
     Args:
         rank: The rank.
+        environment: The environment of its process; what it says of the recorder stays.
 
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         self._folder = make_scratch()
         defaults = dict.fromkeys((_PIPE, _FILE), str(self._folder / "rank-")) | dict.fromkeys(_SIZES, _SIZE)
-        self.environment = {name: os.environ.get(name, default) for name, default in defaults.items()}
+        self.environment = {name: environment.get(name, default) for name, default in defaults.items()}
         self._pipe = f"{self.environment[_PIPE]}{rank}.pipe"
         self._file = Path(f"{self.environment[_FILE]}{rank}")
         self._before = _modified(self._file)

@@ -28,8 +28,10 @@ class LocalRank:
 
     def __init__(self, spec: RankSpec) -> None:
         self._oom_kills = OomKills()
-        self._recorder = FlightRecorder(spec.rank) if spec.records_collectives else None
-        environment = {**_environment(spec), **({} if self._recorder is None else self._recorder.environment)}
+        environment = _environment(spec)
+        self._recorder = FlightRecorder(spec.rank, environment) if spec.records_collectives else None
+        if self._recorder is not None:
+            environment.update(self._recorder.environment)
         try:
             self._process = RankProcess(
                 python_command(RANK_PROGRAM),

@@ -44,7 +44,7 @@ print("wrote", flush=True)
 
 
 def test_a_rank_writes_its_record_when_asked():
-    recorder = FlightRecorder(3)
+    recorder = FlightRecorder(3, os.environ)
     process = RankProcess([sys.executable, "-c", LISTEN], {**recorder.environment, "RANK": "3"}, b"")
     seen = []
     for lines in process.lines(0.05):
@@ -62,7 +62,7 @@ def test_a_rank_writes_its_record_when_asked():
 
 
 def test_a_rank_that_exits_while_it_is_asked_does_not_listen(monkeypatch):
-    recorder = FlightRecorder(0)
+    recorder = FlightRecorder(0, os.environ)
     os.mkfifo(recorder._pipe)
     listening = [os.open(recorder._pipe, os.O_RDONLY | os.O_NONBLOCK)]
     opened = os.fdopen
@@ -78,7 +78,7 @@ def test_a_rank_that_exits_while_it_is_asked_does_not_listen(monkeypatch):
 
 
 def test_a_rank_without_nccl_is_asked_in_vain_and_nothing_is_left():
-    recorder = FlightRecorder(0)
+    recorder = FlightRecorder(0, os.environ)
     assert not recorder.request()
     assert recorder.close() is None
     assert not recorder._folder.exists()
@@ -87,7 +87,7 @@ def test_a_rank_without_nccl_is_asked_in_vain_and_nothing_is_left():
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_record_that_cannot_be_kept_is_no_failure_of_its_rank(monkeypatch, tmp_path, is_written):
     """Such as one whose directory a cleaner of the temporary directory has removed."""
-    recorder = FlightRecorder(0)
+    recorder = FlightRecorder(0, os.environ)
     if is_written:
         Path(f"{recorder._folder}/rank-0").write_text("record")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
@@ -99,7 +99,7 @@ def test_a_record_that_cannot_be_kept_is_no_failure_of_its_rank(monkeypatch, tmp
 
 def test_cleaners_of_the_temporary_directory_see_that_the_directory_is_in_use():
     """By its lock, as systemd-tmpfiles does; the next process removes it if this one is killed."""
-    recorder = FlightRecorder(0)
+    recorder = FlightRecorder(0, os.environ)
     descriptor = os.open(recorder._folder, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +110,7 @@ def test_cleaners_of_the_temporary_directory_see_that_the_directory_is_in_use():
 @pytest.mark.parametrize("name", ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"])
 def test_what_the_user_has_set_stays(name, monkeypatch, tmp_path):
     monkeypatch.setenv(name, f"{tmp_path}/mine")
-    recorder = FlightRecorder(1)
+    recorder = FlightRecorder(1, os.environ)
     assert recorder.environment[name] == f"{tmp_path}/mine"
     assert recorder.close() is None
 
@@ -119,10 +119,10 @@ def test_the_record_of_an_earlier_training_is_none_of_this_one_and_nothing_is_le
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/trace-")
     (tmp_path / "trace-0").write_text("of last week")
     os.utime(tmp_path / "trace-0", (1.0, 1.0))
-    recorder = FlightRecorder(0)
+    recorder = FlightRecorder(0, os.environ)
     assert recorder.close() is None
     assert not recorder._folder.exists()
-    written = FlightRecorder(0)
+    written = FlightRecorder(0, os.environ)
     (tmp_path / "trace-0").write_text("of today")
     assert written.close() == tmp_path / "trace-0"
     assert not written._folder.exists()
@@ -149,7 +149,11 @@ def test_a_rank_of_this_machine_is_given_the_recorders_variables(listening, capl
     assert remove_record(caplog.text.partition("last collectives are in ")[2].partition(":")[0]) == "record"
 
 
-def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening):
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening, tmp_path, is_chosen):
+    """Unless the cluster's `environment` has them."""
+    chosen = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{tmp_path / 'own'}/trace-"} if is_chosen else {}
+    (tmp_path / "own").mkdir()
     sent, ended = [], threading.Event()
 
     class Leader:
@@ -163,10 +167,11 @@ def test_a_rank_of_another_machine_is_given_the_recorders_variables(listening):
                 ended.set()
 
     header = {"rank": 1, "program": "the rank's", "records_collectives": True}
-    rank = agent._Rank(Leader(), header, {**os.environ, "RANK": "1"}, b"", [], None)
+    rank = agent._Rank(Leader(), header, {**os.environ, "RANK": "1", **chosen}, b"", [], None)
     assert ended.wait(30)
     rank.thread.join()
     assert [line for header in sent for line in header.get("lines", [])] == ["listens", "wrote"]
+    assert (sent[-1]["record"] == str(tmp_path / "own" / "trace-1")) == is_chosen
     assert remove_record(sent[-1]["record"]) == "record"
 
 
