@@ -143,7 +143,7 @@ class ServerKeeper:
         get_run_logger().warning("Prefect's embedded server has died (exit code %d): starting it again", returncode)
         try:
             server.server_process = server._run_uvicorn_command()  # noqa: SLF001 - `start` waits, and takes another port
-        except OSError as exc:
+        except (OSError, RuntimeError) as exc:  # the latter for a database that a newer Prefect has migrated meanwhile
             get_run_logger().warning("Prefect's embedded server cannot be started: %s", exc)
 
 

@@ -254,6 +254,21 @@ def test_a_server_that_dies_again_and_again_is_given_up(mortal):
     assert len(mortal) == 1 + 3
 
 
+def test_a_server_whose_database_a_newer_prefect_has_migrated_meanwhile_is_given_up(mortal, monkeypatch):
+    """Which ends it; the end of the training would wait ten minutes for it."""
+
+    def run(_server):
+        mortal.append(1)
+        raise RuntimeError("a newer Prefect has changed the database")
+
+    monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", run)
+    keeper = ServerKeeper()
+    with disable_run_logger():
+        keeper.keep(threading.Event())
+    assert keeper.has_given_up
+    assert len(mortal) == 1 + 3
+
+
 def test_a_server_that_dies_now_and_then_is_started_each_time(mortal, monkeypatch):
     monkeypatch.setattr(embedded_server, "_RESTART_PERIOD_S", 0.0)
     keeper, ended = ServerKeeper(), threading.Event()
