@@ -29,6 +29,7 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
     from prefect_torch.ckpt.storage.opening import parse_storage  # noqa: PLC0415 - for clusters only
     from prefect_torch.tasks.gang.machine.inspection import inspect_machines  # noqa: PLC0415 - for clusters only
     from prefect_torch.tasks.gang.machine.versions import versions  # noqa: PLC0415 - for clusters only
+    from prefect_torch.tasks.rank.errors import NotEnoughMachinesError  # noqa: PLC0415 - for clusters only
     from pydantic import ValidationError  # noqa: PLC0415 - for clusters only
 
     try:
@@ -43,7 +44,7 @@ def check_cluster(named: str, num_ranks: int | None, storage: str | None) -> Ite
     hosts = getattr(cluster, "hosts", [None])
     try:
         found = inspect_machines(cluster, num_ranks or len(hosts), None if storage is None else parse_storage(storage))
-    except ImportError as exc:  # the cluster's client is not installed
+    except (ImportError, NotEnoughMachinesError, ValueError) as exc:  # no client, no machines, a wrong address
         yield Finding("cluster", "wrong", str(exc))
         return
     if not found:

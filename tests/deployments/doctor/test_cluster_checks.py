@@ -1,10 +1,14 @@
 """`doctor --cluster`: real agents, here on this machine."""
 
+import errno
 import json
 import shlex
+import socket
 import sys
 
 import pytest
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.opening import parse_storage
 from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding, check_cluster
 from prefect_torch.flows import Hosts
 from prefect_torch.tasks.gang.engines import client_process
@@ -121,3 +125,24 @@ def test_what_describes_no_cluster_is_wrong_and_says_what_does(tmp_path, text, s
     (found,) = check_cluster(str(path), 1, None)
     assert (found.status, found.advice) == ("wrong", "give torch-cluster/NAME, JSON, or a file with JSON")
     assert said in found.found
+
+
+def test_a_cluster_that_refuses_a_request_is_wrong():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (found,) = check_cluster(json.dumps({"hosts": ["a"], "leader_address": "127.0.0.1", "leader_port": port}), 1, None)
+    assert (found.check, found.status) == ("cluster", "wrong")
+    assert found.found == f"agents cannot come to port {port} (leader_port): it is in use"
+    (found,) = check_cluster(json.dumps({"hosts": ["a"], "leader_address": "192.0.2.1"}), 1, None)
+    assert (found.check, found.status) == ("cluster", "wrong")
+    assert found.found.startswith("leader_address='192.0.2.1' is no address of this machine")
+
+
+def test_machines_are_inspected_where_nothing_in_the_storage_may_be_deleted(monkeypatch, tmp_path):
+    def delete(*_):
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(LocalStorage, "delete", delete)
+    cluster = Hosts(["a"], command="echo no route; exit 255 #", leader_address="127.0.0.1", wait_s=0)
+    (machine,) = inspection.inspect_machines(cluster, 1, parse_storage(str(tmp_path)))
+    assert machine.problem == "its command ended with 255: no route"
