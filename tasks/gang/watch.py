@@ -52,8 +52,8 @@ class RankWatch:
             silent_s = now_s - self._heard_s[rank]
             if silent_s > _LOST_S:
                 return RankFailedError(
-                    f"rank {rank} is lost: its supervisor has sent no heartbeat for {silent_s:.0f} s, so its machine, or "
-                    "the network to it, is gone",
+                    f"rank {rank} is lost: its supervisor has sent no heartbeat for {silent_s:.0f} s: the "
+                    "thread of its task run, in this process, hangs or has not begun",
                     rank,
                     "infrastructure",
                 )
