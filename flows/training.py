@@ -129,7 +129,8 @@ def train(
         CheckpointError: If the run cannot be resumed.
         GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
         NotEnoughMachinesError: If too few ranks fit on the cluster.
-        StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory.
+        StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory, or this
+            process another one than the sweep that has started it.
         RestartsUsedUpError: If this flow run was started again though it had used up a budget of `failure`.
 
     """
@@ -145,7 +146,8 @@ def train(
 def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, machines: Machines | None) -> Result:
     _introduce(job)
     termination = Termination(job.failure.grace_s)
-    job = replace(job, decisions=asked_decisions(job.store, lambda: termination.is_requested))
+    decisions = asked_decisions(job.store, lambda: termination.is_requested, is_takeover=job.run_config.takeover)
+    job = replace(job, decisions=decisions)
     setup = Setup(
         portable_storage(job.run_config, job.storage), as_shown(config), describe_machine(), Restart.of(current_flow_run())
     )

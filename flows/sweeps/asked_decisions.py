@@ -15,6 +15,8 @@ from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.record_fields import decode
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.sizes import find_size
+from prefect_torch.tasks.rank.errors import StorageNotSeenError
 from prefect_torch.tasks.run_logs import get_run_logger
 
 LONGEST_WAIT_S = 300.0
@@ -57,12 +59,16 @@ def are_questions_expected(sweep: Run) -> bool:
     return sweep.get_json(sweep.layout.deployed) is not None
 
 
-def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDecisions | None":
+def asked_decisions(trial: Run, is_terminated: Callable[[], bool], *, is_takeover: bool = False) -> "AskedDecisions | None":
     """Return the decisions of the sweep of a run; None if the run is no trial, or its sweep answers no questions or has ended.
 
     Args:
         trial: The run.
         is_terminated: Whether its leader is being terminated, so that it waits for no answer.
+        is_takeover: Whether it takes over the run, as every flow run that a sweep starts.
+
+    Raises:
+        StorageNotSeenError: If a sweep has started it, and this machine does not see that sweep: nothing would end the trial.
 
     """
     name, _, leaf = trial.name.partition("/")
@@ -70,6 +76,11 @@ def asked_decisions(trial: Run, is_terminated: Callable[[], bool]) -> "AskedDeci
         return None
     sweep = trial.beside(name)
     if not are_questions_expected(sweep):
+        if is_takeover and find_size(sweep.storage, sweep.layout.sweep) is None:
+            raise StorageNotSeenError(
+                f"this machine cannot see sweep {name!r} of trial {leaf!r} in {sweep.storage.url}: the machines of trials "
+                "need the sweep's storage (a shared directory or a URL); without takeover=True, the run trains alone"
+            )
         return None
     status = read_status(sweep)
     if status is not None and status.outcome is not None and status.outcome.ending in _OVER:

@@ -64,7 +64,7 @@ class RestartsUsedUpError(RuntimeError):
 
 
 class StorageNotSeenError(RuntimeError):
-    """A rank's machine sees another storage than the flow's process."""
+    """A rank's machine sees another storage than the flow's process, or that of a trial another one than its sweep."""
 
 
 class NotEnoughMachinesError(RuntimeError):

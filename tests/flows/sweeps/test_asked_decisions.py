@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows import SearchConfig, uniform
+from prefect_torch.flows import RunConfig, SearchConfig, StorageNotSeenError, train, uniform
 from prefect_torch.flows.sweeps.asked_decisions import (
     AskedDecisions,
     answer_questions,
@@ -212,6 +212,17 @@ def test_only_the_trials_of_a_sweep_that_leads_them_elsewhere_ask(tmp_path):
     claim_attempt(sweep, Owner.current(), world_size=0)
     expect_questions(sweep, are_expected=False)
     assert not asks(trial)
+
+
+def test_a_trial_whose_machine_does_not_see_its_sweep_is_refused_before_it_trains(tmp_path):
+    """As with the default storage, a directory: each machine has its own, and nothing would end the trial."""
+    sweep, trial = Run.open(tmp_path, "sweep"), Run.open(tmp_path, f"sweep/{TRIAL}")
+    with pytest.raises(StorageNotSeenError, match=f"cannot see sweep 'sweep' of trial '{TRIAL}' in .*{tmp_path}: "):
+        train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name=trial.name, storage=str(tmp_path), takeover=True))
+    assert list(tmp_path.iterdir()) == []
+    assert asked_decisions(trial, lambda: False) is None, "somebody trains it alone"
+    sweep.put_record(sweep.layout.sweep, {"format": 1})
+    assert asked_decisions(trial, lambda: False, is_takeover=True) is None, "the sweep leads its trials itself now"
 
 
 def test_a_question_that_a_killed_sweep_has_decided_has_the_same_answer_from_the_next():
