@@ -34,6 +34,7 @@ from prefect_torch.flows.trials.left_trials import LeftTrials
 from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
@@ -282,6 +283,8 @@ def _training(
     working_dir, gpus = None, []
     if trials_on is None:
         gpus = gpus_for(scaling).check()  # listed once, for all trials
+        if scaling.cluster is not None:  # likewise a block is loaded once
+            scaling = scaling.model_copy(update={"cluster": load_cluster(scaling.cluster)})
         if run.working_dir is not None:  # once, so that all trials run the same code
             working_dir = pack_directory(run.working_dir, storage.url)
         function = pack_function(train_fn, {}).name

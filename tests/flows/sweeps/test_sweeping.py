@@ -41,6 +41,7 @@ from prefect_torch.flows import (
     JournalDamagedError,
     Result,
     RunConfig,
+    ScalingConfig,
     SearchConfig,
     SweepFailedError,
     SweepResult,
@@ -500,6 +501,12 @@ WRONG = [
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_stored(run, tmp_path, space, changes, problem):
     with pytest.raises(ValueError, match=problem):
         sweep("sweep_trainings:climb", space, search=search(**changes), run=run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_whose_cluster_does_not_exist_is_refused_before_anything_is_stored(run, tmp_path):
+    with pytest.raises(ValueError, match="torch-cluster/typo"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, {}, search(), ScalingConfig(cluster="torch-cluster/typo"), run)
     assert list(tmp_path.iterdir()) == []
 
 
