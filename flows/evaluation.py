@@ -29,6 +29,7 @@ from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger, library_logs_in_run
 from prefect_torch.tasks.training.liveness import is_being_trained
@@ -142,7 +143,7 @@ def evaluate(
     name before. A function whose first argument is called `checkpoint`, as Ray Train's validate, gets the checkpoint and the
     items of the config by name. The flow may run during the run's training, which it does not affect. A checkpoint that is
     pruned meanwhile is skipped. A failed evaluation fails the flow after the other checkpoints are evaluated, or immediately if
-    each of these would fail in the same way: the function cannot be imported, or GPUs stay in use.
+    each of these would fail in the same way: the function cannot be imported, GPUs stay in use, or machines are missing.
 
     Args:
         eval_fn: The function that every rank runs, or its location ("module:function", "path/to/file.py:function").
@@ -286,7 +287,7 @@ def _summarize(evaluated: dict[str, Metrics]) -> str:
 
 def _is_final(error: Exception) -> bool:
     """Return whether every other checkpoint would fail in the same way, as with a function that cannot be imported."""
-    if isinstance(error, GpusBusyError):
+    if isinstance(error, (GpusBusyError, NotEnoughMachinesError)):
         return True
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     return isinstance(failed, RankFailedError) and failed.kind == "final"

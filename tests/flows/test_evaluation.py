@@ -103,11 +103,12 @@ def test_a_training_is_evaluated_to_its_end_and_notices_nothing(watched):
     assert [record.metrics["epoch"] for record in Result.from_storage(watched.storage, "run").history] == list(range(EPOCHS))
 
 
-def test_the_cluster_of_the_task_runner_has_the_ranks(tmp_path):
-    storage = fill(tmp_path, [0]).spec.url
+def test_the_cluster_of_the_task_runner_has_the_ranks_and_is_waited_for_once(tmp_path, caplog):
+    storage = fill(tmp_path, [0, 1]).spec.url
     nowhere = ClusterThreads(Hosts(["nowhere"], command="false", leader_address="127.0.0.1", wait_s=0))
     with pytest.raises(NotEnoughMachinesError, match="nowhere: its command ended with 1"):
         evaluate.with_options(task_runner=nowhere)("evaluations:measure", storage, "run")
+    assert "could not be evaluated" not in caplog.text
 
 
 def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_evaluated(tmp_path, caplog):
