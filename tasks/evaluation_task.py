@@ -9,6 +9,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import attempt_of
@@ -82,6 +83,7 @@ def evaluate_checkpoint(
         Exception: The exception of the failing rank's function, raised from the RankFailedError that has its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
         ValueError: If the training itself reported a metric with the evaluation's name.
+        FileNotFoundError: If there is no such run.
         CheckpointError: If the checkpoint's manifest is damaged, or the storage fails.
         GpusBusyError: If others use the GPUs that the ranks need, longer than the evaluation waits for them.
 
@@ -104,6 +106,7 @@ def evaluate_checkpoint(
             raise shorten_message(exc.original) from exc
         raise
     except CheckpointNotFoundError:
+        check_begun(store)  # else its run or the storage is misspelled
         _log_skipped(checkpoint)
         return None
     get_run_logger().info("%s of checkpoint %s: %s", job.name, checkpoint.checkpoint_id, metrics)

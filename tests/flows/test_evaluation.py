@@ -126,6 +126,15 @@ def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_eva
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
 
 
+def test_a_checkpoint_of_no_run_is_an_error_beside_those_that_are_evaluated(tmp_path):
+    """It was skipped as one that was pruned, and the flow run completed without an evaluation."""
+    store = fill(tmp_path, [0])
+    (known,) = store.ids()
+    with pytest.raises(FileNotFoundError, match=f"there is no run 'nosuch' in .*{tmp_path}"):
+        evaluate("evaluations:measure", store.spec.url, checkpoints=[f"nosuch/{known}", f"run/{known}"])
+    assert store.get(known).evaluations == ("eval",)
+
+
 def fill(tmp_path, epochs) -> CheckpointStore:
     """Leave a run behind as a training does that was not evaluated."""
     store = CheckpointStore.open(str(tmp_path / "store"), "run")
