@@ -71,7 +71,7 @@ def test_task_runs_that_a_process_left_are_ended_unless_another_flow_run_is_take
         initial_checkpoint=None,
         run_config=RunConfig(storage=str(tmp_path), takeover=takeover),
         restarted=(),
-        scaling=SimpleNamespace(most_workers=1),
+        scaling=SimpleNamespace(most_workers=1, cluster=None),
         policy=RetentionPolicy(),
     )
     one, other = (Owner.current(f"0b1c2d3e-0000-4000-8000-00000000000{number}") for number in (1, 2))
