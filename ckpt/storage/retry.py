@@ -84,6 +84,8 @@ _LATER = (LoginError, JSONDecodeError, UnicodeDecodeError)
 
 def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
+    if isinstance(error, LoginError):  # of a new connection to a storage that has been open before
+        return "transient"
     if isinstance(error, (FileNotFoundError, ValueError)):  # first: their text quotes keys, which may contain any words
         return "final"
     if isinstance(error, CredentialsExpiredError) or _EXPIRED.search(str(error)) or _UNKNOWN.search(str(error)):
@@ -209,7 +211,8 @@ class RetryingStorage:
 
     def reopened(self) -> "RetryingStorage":
         """Return this storage as its backend reopens it: by another connection, and past the page cache."""
-        return RetryingStorage(self._reopen, self._policy, self._storage.reopened(), renews=self._renews)
+        again = self._retry("opening", "", lambda storage: storage.reopened())
+        return RetryingStorage(self._reopen, self._policy, again, renews=self._renews)
 
     def local_path(self, key: str) -> Path | None:
         """Return the local path at which `key` can be read in place, or None."""

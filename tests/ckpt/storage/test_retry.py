@@ -12,7 +12,15 @@ from prefect_torch.ckpt.storage.backends import _has_own_keys
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import for_each, read_all
-from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, RetryingStorage, RetryPolicy, classify, retries_ended_by
+from prefect_torch.ckpt.storage.retry import (
+    CredentialsExpiredError,
+    LoginError,
+    RetryingStorage,
+    RetryPolicy,
+    classify,
+    retries_ended_by,
+    with_retries,
+)
 
 AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
 
@@ -298,6 +306,29 @@ def test_threads_whose_credentials_expired_together_open_the_storage_anew_once(m
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda key: storage.put_bytes(key, b"1"), "abcd"))
     assert len(opened) == 2
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda storage: storage.reopened().put_bytes("y", b"1"),
+        lambda storage: with_retries(storage, "looking for", "x", lambda inner: inner.reopened().put_bytes("y", b"1")),
+    ],
+    ids=["reopened", "with_retries"],
+)
+def test_a_login_that_fails_for_a_moment_is_tried_again_for_a_second_look(memory, look):
+    """A new connection looks for a login, as by a profile's process, which has worked before."""
+    fails = [LoginError("the vault is away")] * 2
+
+    class Reopening(FsspecStorage):
+        def reopened(self):
+            if fails:
+                raise fails.pop()
+            return memory
+
+    look(RetryingStorage(lambda: Reopening(memory.url, {}), AT_ONCE))
+    assert fails == []
+    assert memory.get_bytes("y") == b"1"
 
 
 def test_every_verb_passes_through(memory, tmp_path):
