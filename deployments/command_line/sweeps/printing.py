@@ -5,6 +5,7 @@ from typing import Any
 
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.status import read_status
+from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, say, show_metric
 from prefect_torch.flows.monitoring.sweeps.view import SeenTrial
 
@@ -59,7 +60,7 @@ def show_best_trials(store: CheckpointStore, count: int, *, as_json: bool) -> No
     """Print the best trials, best first, with the newest checkpoint of each."""
     records = SweepRecords.read(store)
     found = [trial for trial in records.view.by_score() if trial.value is not None][:count]
-    newest = [store.beside(trial.run).latest() for trial in found]
+    newest = read_all(found, lambda trial: store.beside(trial.run).latest())
     ids = [None if manifest is None else manifest.id for manifest in newest]
     if as_json:
         described = describe_trials(records, found)

@@ -48,12 +48,11 @@ def copy(storage: str, run: str, names: tuple[str, ...], metric: str | None, ord
     store = open_training(storage, run) if chosen else open_run(storage, run)
     is_whole_sweep = not chosen and is_sweep(store)
     trials = trials_of(store) if is_whole_sweep else []
+    stores = [store, *trials]
     if not chosen:
-        for each in (store, *trials):
-            check_not_live(each, "copy", has_ended=ended)
+        for_each(stores, lambda each: check_not_live(each, "copy", has_ended=ended))
     target = open_named_storage(place)
-    for each in (store, *trials):
-        check_same_run(each, target)
+    for_each(stores, lambda each: check_same_run(each, target))
     left_out: list[str] = []
     if is_whole_sweep:
         count = show_count(len(trials), "trial")

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from prefect_torch.ckpt import CheckpointStore
@@ -9,9 +10,11 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, wr
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage import parallel
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.deployments.command_line.runs import selection
 from prefect_torch.deployments.command_line.sweeps import sweep_records
+from prefect_torch.deployments.command_line.upkeep import copy_command
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from ranks import Attempt, folder
@@ -180,6 +183,30 @@ def test_trials_are_deleted_and_checkpoints_verified_at_the_same_time(ended, com
     verifying, deleting = (storage.most for storage in opened)
     assert verifying["checkpoints"] == 4
     assert max(deleting.values()) >= 4
+
+
+@pytest.mark.parametrize("name", ["check_not_live", "check_same_run"])
+def test_the_trials_to_copy_are_checked_at_the_same_time(ended, command, tmp_path, monkeypatch, name):
+    two, check = Barrier(2, timeout=60), getattr(copy_command, name)
+
+    def meet(*args, **kwargs):
+        two.wait()
+        return check(*args, **kwargs)
+
+    monkeypatch.setattr(copy_command, name, meet)
+    assert command("copy", ended, "digits", tmp_path / "copied")[0] == 0
+
+
+def test_the_newest_checkpoints_of_the_best_trials_are_read_at_the_same_time(swept, as_json, monkeypatch):
+    two, latest = Barrier(2, timeout=60), CheckpointStore.latest
+
+    def meet(store):
+        two.wait()
+        return latest(store)
+
+    monkeypatch.setattr(parallel, "_FEW", 0)
+    monkeypatch.setattr(CheckpointStore, "latest", meet)
+    assert len(as_json("best", swept, "digits", "-k", "2")) == 2
 
 
 def test_a_trial_that_is_trained_keeps_its_sweep(ended, command):
