@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import click
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
@@ -16,7 +16,7 @@ from prefect_torch.ckpt.text import show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.run_summaries import RUN_STYLES
 from prefect_torch.deployments.command_line.runs.selection import open_training
-from prefect_torch.deployments.command_line.terminal import console, plain, say, show_metric
+from prefect_torch.deployments.command_line.terminal import console, note, plain, say, show_metric
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -68,12 +68,25 @@ class Watcher:
 
     store: CheckpointStore
     _known: dict[Chunk, dict[int, MetricRecord]] = field(default_factory=dict)
+    _is_away: bool = False
 
     def look(self) -> View:
         """Return the present view; costs three listings and a small read for each new object."""
         status = read_status(self.store)  # first: all that an attempt reported is stored before its outcome
         history = read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
         return View(status, history, sorted(self.store.ids()))
+
+    def look_again(self, before: View) -> View:
+        """Return the present view; the one before, with a note, while the storage does not answer: the training waits, too."""
+        try:
+            view = self.look()
+        except StorageError as exc:
+            if not self._is_away:
+                note(f"prefect-torch: {exc}; it is watched again once it answers")
+            self._is_away = True
+            return before
+        self._is_away = False
+        return view
 
 
 @dataclass(slots=True)
@@ -117,9 +130,9 @@ def watch(storage: str, run: str, every: float, settle: float, once: bool) -> in
 
     Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints a
     line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
-    they were made. After an attempt that failed, waits --settle seconds for the next one, unless the process that led it is
-    known to be gone; a restart by an automation is not awaited. Exits with 0 if the training completed, else with 1. Costs
-    three listings for each look.
+    they were made; once a look has succeeded, waits while the storage is away. After an attempt that failed, waits --settle
+    seconds for the next one, unless the process that led it is known to be gone; a restart by an automation is not awaited.
+    Exits with 0 if the training completed, else with 1. Costs three listings for each look.
     """
     watcher, settling = Watcher(open_training(storage, run)), Settling(settle)
     shown = console()
@@ -130,7 +143,7 @@ def watch(storage: str, run: str, every: float, settle: float, once: bool) -> in
         with Live(_picture(run, view, shown.width), console=shown, auto_refresh=False) as live:
             while not once and not settling.has_ended(view):
                 time.sleep(every)
-                view = watcher.look()
+                view = watcher.look_again(view)
                 live.update(_picture(run, view, shown.width), refresh=True)
     return 0 if view.state == "completed" or (once and not view.is_ended) else 1
 
@@ -143,7 +156,7 @@ def _print_news(watcher: Watcher, view: View, settling: Settling, every: float, 
         if once or settling.has_ended(view):
             return view
         time.sleep(every)
-        before, view = view, watcher.look()
+        before, view = view, watcher.look_again(view)
 
 
 def news(before: View, now: View) -> Iterator[str]:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import ranks
-from prefect_torch.ckpt import CheckpointStore
+from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -146,6 +146,27 @@ def test_a_watch_prints_the_reports_that_come_with_the_end(local, command, tmp_p
     code, out, _ = command("watch", local, "run")
     lines = out.splitlines()
     assert (code, lines.count(f"attempt {number}, step 3: loss=0.1"), lines[-1]) == (0, 1, f"attempt {number} is completed")
+
+
+def test_a_watch_outlives_an_outage_of_the_storage(local, command, tmp_path, monkeypatch):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    number, looks = newest_attempt(store).number, []
+
+    def read(run):
+        looks.append(run)
+        if len(looks) in (2, 3):
+            raise StorageError("the bucket does not answer")
+        if len(looks) == 4:
+            write_outcome(store, Outcome(number, "completed", None, None, None))
+        return read_status(run)
+
+    read_status = watch_command.read_status
+    monkeypatch.setattr(watch_command, "read_status", read)
+    monkeypatch.setattr(watch_command.time, "sleep", lambda _: None)
+    code, out, err = command("watch", local, "run")
+    assert (code, len(looks)) == (0, 4)
+    assert out.splitlines()[-2:] == [f"attempt {number} is running", f"attempt {number} is completed"]
+    assert err == "prefect-torch: the bucket does not answer; it is watched again once it answers\n"
 
 
 def test_a_watch_outlives_an_attempt_that_is_begun_again(local, command, tmp_path, monkeypatch):
