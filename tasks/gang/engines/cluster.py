@@ -49,11 +49,13 @@ class Agents(Protocol):
         address: "HOST:PORT", where the leader waits for the agents.
         key: The secret of the agents of this attempt. Pass it on stdin or in the variable PREFECT_TORCH_AGENT_KEY, never on a
             command line, which every user of a machine can read.
+        is_over: Whether no agent is awaited any longer, so that nobody reads why one has not come.
 
     """
 
     address: str
     key: str
+    is_over: bool
 
     def arguments(self, name: str | None = None, slots: int | None = None) -> list[str]:
         """Return the arguments of the agent's command, to come after "prefect-torch agent" or "python -m …".

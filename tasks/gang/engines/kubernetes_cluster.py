@@ -109,7 +109,7 @@ def _without(ours: Sequence[str], name: str, fields: dict[str, Any]) -> dict[str
 
 
 def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threading.Event) -> None:
-    while not ended.wait(_POLL_S):
+    while not (ended.wait(_POLL_S) or agents.is_over):
         with suppress(*cluster.errors, OSError):  # the next poll tries again
             problems = {pod_name(number): problem for number, problem in cluster.problems(pods).items()}
             agents.delay({name: reason for name, (reason, _) in problems.items()})

@@ -42,6 +42,7 @@ class Gathering:
         address: "HOST:PORT", where the leader waits for agents.
         host: The host of `address`.
         key: The secret of the agents.
+        is_over: Whether no agent is awaited any longer.
 
     """
 
@@ -54,7 +55,7 @@ class Gathering:
         self._delays: Mapping[str, str] = {}
         self._returned: set[str] = set()  # kinds of delays
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
-        self._is_over = False  # no agent is awaited any longer
+        self.is_over = False
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._listener = self._listen()
@@ -131,7 +132,7 @@ class Gathering:
                 self.fail(name, ": ".join(filter(None, [late, self._delays.get(name)])))
         self._listener.close()
         with self._changing:
-            self._is_over = True
+            self.is_over = True
         return self._alive()
 
     @property
@@ -156,7 +157,7 @@ class Gathering:
         """Release all machines."""
         self._listener.close()
         with self._changing:
-            self._is_over = True  # also where `wait` has raised: nobody would release an agent that comes now
+            self.is_over = True  # also where `wait` has raised: nobody would release an agent that comes now
             for machine in self._came.values():
                 machine.release()
 
@@ -208,7 +209,7 @@ class Gathering:
         with self._changing:
             if refusal is not None:
                 self.fail(self._cluster.expected_name(machine.name), refusal)
-            elif self._is_over:
+            elif self.is_over:
                 refusal = "the attempt has begun without it"
             elif machine.name in self._came:
                 refusal = f"there is an agent called {machine.name} already"

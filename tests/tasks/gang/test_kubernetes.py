@@ -40,7 +40,7 @@ SEVERAL_MACHINES = Path(__file__).parents[3] / "docs/how-to/several-machines.md"
 class Asked:
     """What a cluster gets of those who ask it for machines."""
 
-    key = "key"
+    key, is_over = "key", False
 
     def arguments(self, name=None, slots=None):
         return ["127.0.0.1:1"]
@@ -350,6 +350,22 @@ class Pods:
 
     def delete(self, pods):
         pass
+
+
+def test_pods_are_looked_at_only_while_agents_are_awaited(monkeypatch):
+    """Not every two seconds for as long as a training takes."""
+
+    def watches():
+        return [it for it in threading.enumerate() if it.name.endswith("(_watch)")]
+
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: Pods({}))
+    with gather(KubernetesCluster(image="image", leader_address="127.0.0.1"), WANTED) as gathering:
+        assert watches()
+        hello = {"name": "node/0", "address": "127.0.0.1", "versions": versions(), "slots": 1}
+        gathering._enter(OpenLink(), hello)
+        assert gathering.wait(lambda: None)
+        wait_until(lambda: not watches(), "no pod is looked at")
 
 
 @pytest.mark.parametrize(
