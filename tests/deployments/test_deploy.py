@@ -288,7 +288,10 @@ def test_a_planned_grace_is_compared_with_those_of_the_flow_run_and_of_the_pods_
     deploy("pods", "elsewhere:train_fn", None, pods, failure=FailureConfig(grace_s=90), **options)
     flow_run = "a flow run of work pool 'kubernetes-pool' is killed 120 s"
     grace = [line for line in plan_deployment("train/pods").lines if line.subject == "grace"]
-    assert [(line.status, "a pod is killed 60 s" in line.text, flow_run in line.text) for line in grace] == [("warning", True, False), ("ok", False, True)]
+    assert [(line.status, "a pod is killed 60 s" in line.text, flow_run in line.text) for line in grace] == [
+        ("warning", True, False),
+        ("ok", False, True),
+    ]
 
 
 def test_a_storage_that_vanishes_with_its_container_is_told_without_the_run_that_this_machine_has(
