@@ -8,7 +8,6 @@ from uuid import UUID
 
 from prefect import flow, get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.responses import SetStateStatus
 from prefect.events.filters import EventFilter
@@ -16,6 +15,7 @@ from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.monitoring.events.signs_of_life import last_sign
+from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
 from prefect_torch.flows.run_names import name_run
@@ -189,15 +189,10 @@ def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
 
 def _show_restart(client: SyncPrefectClient, crashed: FlowRun, again: FlowRun, max_restarts: int) -> None:
     """Link from the crashed flow run to its restart; the restart links back in its log and on its summary page."""
-    shown = ArtifactCreate(
-        key=f"restart-of-{crashed.id}",
-        type="markdown",
-        description="An automation ran this crashed flow run again.",
-        data=f"Restart {again.labels[RESTARTS_LABEL]} of {max_restarts}: "
-        f"[{plain_text(again.name)}]({page_url('flow-run', again.id)})",
-        flow_run_id=crashed.id,
-    )
-    client.create_artifact(shown)
+    number, link = again.labels[RESTARTS_LABEL], f"[{plain_text(again.name)}]({page_url('flow-run', again.id)})"
+    about = "An automation ran this crashed flow run again."
+    shown = LiveArtifact(f"restart-of-{crashed.id}", "markdown", may_exist=True)  # of the other trigger's resumer
+    shown.show(client, crashed.id, f"Restart {number} of {max_restarts}: {link}", about)
 
 
 def _num_restarts(flow_run: FlowRun) -> int:

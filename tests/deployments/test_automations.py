@@ -139,9 +139,9 @@ def test_a_crashed_flow_run_is_run_again_once_on_its_own_run(client, trained):
     assert sorted(again.tags) == ["restart", "t"]
     assert resumed(client, crashed).id == again.id
     of_crashed = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[crashed.id]))
-    assert {it.data for it in client.read_artifacts(artifact_filter=of_crashed)} == {
+    assert [it.data for it in client.read_artifacts(artifact_filter=of_crashed)] == [
         f"Restart 1 of 3: [{again.name}]({page_url('flow-run', again.id)})"
-    }
+    ]
     assert Restart.of(again) == Restart(1, crashed.id, crashed.name)
     assert Restart.of(crashed) is None
 
