@@ -82,10 +82,10 @@ class EventObserver:
 
     def _attempt_started(self, attempt: Attempt, resumed_from: str | None) -> None:
         self._attempt = attempt.number
-        self._best.read(self._store, before=attempt.number)
         self._upstream = (self._store.path,) if resumed_from is None else (self._store.path, resumed_from)
         payload = {"resumed_from": resumed_from, "world_size": attempt.world_size}
         self._outbox.put(self._about_attempt(ATTEMPT_STARTED, attempt.number, payload), *map(referenced, self._upstream))
+        self._best.read(self._store, before=attempt.number)  # last, since it fails with the storage
 
     def _committed(self, commit: CommitEvent) -> None:
         is_best = self._best.record(commit.metrics)
@@ -145,11 +145,11 @@ class _Best:
 
     def read(self, store: CheckpointStore, before: int) -> None:
         """Read the best score of earlier attempts; a small read for each checkpoint, and none without a score."""
-        self._best = _NO_NUMBER
-        if self._policy.checkpoint_score_attribute is not None:
-            for manifest in store.list():
-                if manifest.attempt < before:
-                    self.record(manifest.metrics)
+        manifests = [] if self._policy.checkpoint_score_attribute is None else store.list()
+        self._best = _NO_NUMBER  # the best one may be in quarantine by now
+        for manifest in manifests:
+            if manifest.attempt < before:
+                self.record(manifest.metrics)
 
     def record(self, metrics: Metrics) -> bool:
         """Record a checkpoint and return whether no earlier one is better; a score that is not a number is never the best."""

@@ -10,7 +10,7 @@ from prefect import flow
 from prefect.events import Event
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import Proxy
-from prefect_torch.ckpt import Plan, RetentionPolicy
+from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
@@ -77,6 +77,24 @@ def test_each_happening_arrives_once_and_in_order(training):
         *(("committed", place) for place in places[4:]),
         ("pruned", places[1]),
     ]
+
+
+def test_an_attempt_is_told_though_the_storage_is_away(tmp_path, monkeypatch):
+    def away(_):
+        raise StorageError("gone")
+
+    job, put = Job(str(tmp_path), LOW_LOSS), []
+    attempts, commits = [job.claim(), job.claim()], [job.commit(1, 0, loss=0.5), job.commit(2, 1, loss=0.9)]
+    monkeypatch.setattr(CheckpointStore, "list", away)
+    monkeypatch.setattr(EventOutbox, "put", lambda _, *events: put.extend(events))
+    told = observer.EventObserver(job)
+    for attempt, commit in zip(attempts, commits, strict=True):
+        with pytest.raises(StorageError):
+            told.observe(AttemptStarted(attempt, "s3://bucket/seed"))
+        told.observe(commit)
+    assert [event.event for event in put].count("prefect-torch.attempt.started") == 2
+    assert "s3://bucket/seed" in {resource.id for resource in put[-1].related}
+    assert [event.resource["is_best"] for event in put if "is_best" in event.resource.root] == ["true", "false"]
 
 
 def test_a_commit_has_labels_to_match_and_metrics_to_read(training):
