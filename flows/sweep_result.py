@@ -226,10 +226,12 @@ class SweepResult:
         """
         run = Run.open(storage, name)
         definition = require_definition(run)
-        trials, lost = read_known_trials(run) if partial else (read_trials(run), None)
+        trials, lost = _read(run, partial=partial)
+        if _lacks_ends(run, trials):
+            trials, lost = _read(run, partial=partial)  # it may have completed since its journal was read
+            _warn_of_lost_ends(run, trials)
         if lost is not None:
             _logger.warning("%s", lost)
-        _warn_of_lost_ends(run, trials)
         return cls.of(run, definition, trials)
 
     @classmethod
@@ -255,16 +257,26 @@ def _seen(trial: Trial, metric: str) -> SeenTrial:
     return SeenTrial(trial.number, trial.run, trial.state, trial.reason, parameters, trial.metrics, value)
 
 
+def _read(run: Run, *, partial: bool) -> tuple[History, str | None]:
+    return read_known_trials(run) if partial else (read_trials(run), None)
+
+
+def _lacks_ends(run: Run, trials: History) -> bool:
+    """Return whether the sweep has completed while one of `trials` is running; costs no request if none is."""
+    is_going_on = any(trial.state == "running" for trial in trials.values())
+    status = run.leave_out_newer(lambda: read_status(run)) if is_going_on else None
+    return status is not None and status.is_completed
+
+
 def _warn_of_lost_ends(run: Run, trials: History) -> None:
-    """Warn if the sweep has completed while trials are running in its journal; costs no request if none is running there."""
-    going_on = [number for number, trial in trials.items() if trial.state == "running"]
-    status = run.leave_out_newer(lambda: read_status(run)) if going_on else None
-    if status is not None and status.is_completed:
+    """Warn of a trial that is running in the journal of a sweep that has completed."""
+    running = next((number for number, trial in trials.items() if trial.state == "running"), None)
+    if running is not None:
         _logger.warning(
             "sweep %r has completed, but trial %d is running in its journal, whose last entries are lost, as after a "
             "restore of an older backup; start the sweep again as before, which records how its trials have ended",
             run.name,
-            going_on[0],
+            running,
         )
 
 

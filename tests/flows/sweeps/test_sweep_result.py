@@ -8,11 +8,12 @@ from prefect_torch.ckpt import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows import Result, SweepResult, Trial
+from prefect_torch.flows import Result, SweepResult, Trial, sweep_result
 from prefect_torch.flows.sweeps.definition import settle_definition
-from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, encode_event
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialEnded, TrialReported, encode_event
+from prefect_torch.flows.sweeps.journal.journal import Journal
 from prefect_torch.flows.sweeps.journal.stored_trials import events_of
-from stored_sweeps import store_sweep
+from stored_sweeps import events_of_a_sweep, store_sweep
 
 
 def result(*metrics, states=None, wanted=("loss", "time"), modes=("min", "max")) -> SweepResult:
@@ -110,6 +111,19 @@ def test_a_journal_that_lacks_ends_of_a_completed_sweep_is_told(tmp_path, caplog
     write_outcome(Run.open(LocalStorage(tmp_path), "digits"), Outcome(1, "completed"))
     SweepResult.from_storage(tmp_path, "digits")
     assert "sweep 'digits' has completed, but trial 4 is running in its journal, whose last entries are lost" in caplog.text
+
+
+def test_a_sweep_that_completes_while_it_is_read_is_read_whole(tmp_path, monkeypatch, caplog):
+    run, _ = store_sweep(LocalStorage(tmp_path))
+    read_status = sweep_result.read_status
+
+    def completes(run):
+        Journal(run, 1, len(events_of_a_sweep())).append(encode_event(TrialEnded(4, "completed", None, {"loss": 0.4})))
+        write_outcome(run, Outcome(1, "completed"))
+        return read_status(run)
+
+    monkeypatch.setattr(sweep_result, "read_status", completes)
+    assert [SweepResult.from_storage(tmp_path, run.name)[4].state, *caplog.records] == ["completed"]
 
 
 def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):
