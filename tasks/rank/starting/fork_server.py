@@ -64,7 +64,8 @@ def main() -> None:
     """Fork ranks until the other end of the control socket is closed; in a rank, run it."""
     number, torch_place, *options = sys.argv[2:]
     control = socket.socket(fileno=int(number))
-    _end_with_client(control, is_wanted=True)
+    if _WITHOUT_COMPILER not in options:  # else a request may come already, and send SIGIO, too
+        _end_with_client(control, is_wanted=True)
     set_process_title(" ".join([sys.executable, __name__, *options]))
     if torch_place and getattr(PathFinder.find_spec("torch"), "origin", None) != torch_place:
         sys.exit(f"{__name__}: ranks import torch from {torch_place}")

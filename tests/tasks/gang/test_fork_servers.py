@@ -321,18 +321,22 @@ def test_other_files_are_no_danger(path):
 
 
 def test_where_a_fork_is_not_safe_with_the_compiler_ranks_are_forked_without(rank, servers, tmp_path):
+    """Also one that is requested while the server imports once more."""
     (tmp_path / "libraries").mkdir()
     (tmp_path / "libraries/sitecustomize.py").write_text(
-        "import sys, threading, time\n"
+        "import select, sys, threading, time\n"
         "class ThreadOfTheCompiler:\n"
         "    def find_spec(self, name, path, target=None):\n"
         "        if name == 'torch._dynamo': threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "        if name == 'torch' and 'without-compiler' in sys.argv:\n"
+        f"            open({str(tmp_path / 'imports')!r}, 'w').close()\n"
+        "            select.select([int(sys.argv[2])], [], [], 60)\n"
         "if 'prefect_torch.tasks.rank.starting.fork_server' in sys.argv: sys.meta_path.insert(0, ThreadOfTheCompiler())\n"
     )
     environment = {**variables(), "PYTHONPATH": str(tmp_path / "libraries")}
     server = servers.find(environment)
     with soon() as wait:
-        wait(lambda: "without-compiler" in psutil.Process(server._process.pid).cmdline())
+        wait((tmp_path / "imports").exists)
     text = "import sys\nprint('torch._dynamo' in sys.modules)\nprint(open('/proc/self/cmdline').read())\n"
     lines, ended = output_of(rank(f"def fn(): ...\n{text}import os\nos._exit(0)", server, **environment))
     assert ended.returncode == 0
