@@ -42,15 +42,18 @@ async def atrain(
         resume_from: The initial checkpoint, of another run.
 
     Raises:
-        Exception: The exception that `train` raises.
+        Exception: The exception that `train` raises; a StopIteration as the cause of a RuntimeError, as from any coroutine.
         asyncio.CancelledError: If the caller is cancelled.
 
     """
     switch = TerminationSwitch()
 
     def call() -> Result:
-        with switch.governs():
-            return train(train_fn, config, scaling, run, checkpoint, failure, resume_from)
+        try:
+            with switch.governs():
+                return train(train_fn, config, scaling, run, checkpoint, failure, resume_from)
+        except StopIteration as exc:  # an asyncio.Future that was given one would never be done
+            raise RuntimeError("the training raised StopIteration") from exc
 
     work = _in_thread_of_its_own(call)
     while True:

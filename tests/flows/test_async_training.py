@@ -153,6 +153,24 @@ def test_what_a_training_raises_reaches_the_await(tmp_path):
         )
 
 
+def test_a_function_that_has_exhausted_an_iterator_fails_the_await(monkeypatch):
+    """An asyncio.Future refuses a StopIteration, and stays pending."""
+    monkeypatch.setattr("prefect_torch.flows.async_training.train", lambda *_: next(iter(())))
+
+    async def waits():
+        training = asyncio.ensure_future(atrain("trainings:train_epochs"))
+        (ended,), _ = await asyncio.wait([training], timeout=30)
+        return ended.exception()
+
+    loop = asyncio.new_event_loop()  # not asyncio.run, which would wait for a training that never ends
+    try:
+        error = loop.run_until_complete(waits())
+    finally:
+        loop.close()
+    assert isinstance(error, RuntimeError)
+    assert isinstance(error.__cause__, StopIteration)
+
+
 def test_an_await_of_a_blocking_flow_is_refused_before_it_begins(tmp_path):
     run = RunConfig(name="run", storage=str(tmp_path))
 
