@@ -19,6 +19,8 @@ _logger = logging.getLogger(__name__)
 def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
     """Take a damaged checkpoint out of the run, keeping its data, its manifest and the reason for an investigation.
 
+    Where the storage refuses to delete its manifest, it stays listed, with a warning: each start passes it over again.
+
     Raises:
         CheckpointNotFoundError: If it is not damaged but gone: a prune deletes the manifest first.
 
@@ -34,7 +36,10 @@ def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
     if not _is_intact(manifest) and _is_intact(before):
         manifest = before
     run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
-    run.storage.delete([manifest_key])
+    try:
+        run.storage.delete([manifest_key])
+    except PermissionError as exc:
+        _logger.warning("checkpoint %s of run %r stays listed: %s", checkpoint_id, run.name, exc)
 
 
 def _manifest_as_stored(run: Run, key: str) -> str:

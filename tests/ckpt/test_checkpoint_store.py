@@ -30,7 +30,7 @@ from prefect_torch.ckpt.runs.history import (
     read_history,
 )
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
-from prefect_torch.ckpt.runs.quarantine import quarantine
+from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
@@ -408,6 +408,19 @@ def test_where_nothing_may_be_deleted_a_checkpoint_that_a_prune_would_delete_can
     assert store.keys(store.layout.deletions) != []
     store.pin(dropped.id)
     assert any(dropped.id in key for key in store.keys(store.layout.pins))
+
+
+def test_where_nothing_may_be_deleted_each_start_passes_a_damaged_checkpoint_over(store, tmp_path, caplog):
+    first, second = fill(store, tmp_path, 1, 2)
+    stored(store, second).write_bytes(b"9")
+    refusing = Undeletable(store.storage, PermissionError(13, "Permission denied"), "")
+    for num_refused in (1, 2):
+        assert choose_checkpoint(open_run(refusing), lineage=1, verify="digest") == first
+        assert refusing.num_refused == num_refused
+    assert f"checkpoint {second.id} of run 'run' stays listed: [Errno 13] Permission denied" in caplog.messages
+    assert "differs" in why_quarantined(store)[second.id]
+    assert choose_checkpoint(store, lineage=1, verify="digest") == first
+    assert store.list() == [first]
 
 
 def test_garbage_that_cannot_be_deleted_does_not_keep_the_rest(store, tmp_path, caplog):
