@@ -128,7 +128,7 @@ class DeployedTrials:
         """Answer the questions of trials, and return how trials have ended; see `TrialRuns`."""
         until_s = time.monotonic() + timeout_s
         while self.num_running():
-            num_answered = answer_questions(self._sweep, self._decides_on)
+            num_answered = self._answer()
             self._start_due()
             self._cancel_due()
             if ended := self._ended():
@@ -172,6 +172,17 @@ class DeployedTrials:
         self._cancel_pauses.record()
         with without_retries():  # retries would keep the next ones waiting
             self._to_cancel = [(trial, it) for trial, it in self._to_cancel if not cancel(trial, it, self._reason)]
+
+    def _answer(self) -> int:
+        """Answer the trials' questions, and return how many were answered; while the storage is away, they and the trials wait.
+
+        A decision that could not be recorded ends the sweep nevertheless; see `TrialDecisions`.
+        """
+        try:
+            return answer_questions(self._sweep, self._decides_on)
+        except StorageError as exc:
+            get_run_logger().warning("questions of trials wait for the storage: %s", exc)
+            return 0
 
     def _is_overtaken(self) -> bool:
         try:
@@ -270,10 +281,10 @@ class DeployedTrials:
 
     def _end_of(self, trial: TrialRecord, flow_run_id: UUID, found: dict[UUID, FlowRun]) -> TrialEnd | None:
         """Return how a trial has ended by its storage; None if it goes on, unless the search has stopped it."""
-        answer_questions(self._sweep, self._decides_on)  # its last question may have come just before its end
-        forget_questions(self._sweep, trial.run.rpartition("/")[2])  # its process may have been killed while it waited
         if self._give_up_s is not None:
             return None
+        answer_questions(self._sweep, self._decides_on)  # its last question may have come just before its end
+        forget_questions(self._sweep, trial.run.rpartition("/")[2])  # its process may have been killed while it waited
         run = self._sweep.beside(trial.run)
         status, flow_run = status_of_start(run, str(flow_run_id)), found.get(flow_run_id)
         outcome = None if status is None else status.outcome

@@ -11,6 +11,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowR
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelling, Crashed
+from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -75,7 +76,11 @@ class FlowRunWatch:
         self._looked_s = time.monotonic()
         alive = [it for it in trials if it in found and not has_ended(found[it])]
         # Concurrently, since trials wait for decisions meanwhile.
-        statuses = dict(zip(alive, read_all(alive, lambda it: self._status(trials[it], found[it])), strict=True))
+        try:
+            statuses = dict(zip(alive, read_all(alive, lambda it: self._status(trials[it], found[it])), strict=True))
+        except StorageError as exc:  # the trials go on, and their heartbeats with them
+            get_run_logger().warning("no trial counts as lost until the storage answers: %s", exc)
+            return set()
         gone = [it for it, status in statuses.items() if status is not None and status.is_process_gone]
         self._gone_since_s = {it: self._gone_since_s.get(it, self._looked_s) for it in gone}
         lost = {it: "its process is gone" for it, since_s in self._gone_since_s.items() if self._looked_s - since_s >= _GONE_S}

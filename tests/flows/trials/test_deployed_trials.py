@@ -32,7 +32,7 @@ from prefect.settings import (
 )
 from prefect.states import Cancelled, Cancelling, Crashed, Failed, Pending, Running, Scheduled, Suspended
 from prefect_servers import api_that_answers, wait_until
-from prefect_torch.ckpt import FencedError, StorageSpec
+from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
@@ -304,6 +304,25 @@ def test_trials_have_answers_while_the_api_is_away_which_is_asked_rarely(api, tr
     assert api.looks == 1
     trials._give_up_s = 0.0  # it has been terminated, and the time for that is over
     assert trials.take_ended(2.0) == {0: None}
+
+
+def test_a_storage_that_is_away_ends_no_trial_and_keeps_no_sweep_from_its_end(api, trials, monkeypatch):
+    away = []
+
+    def is_away(*_):
+        away.append(0)
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(deployed_trials, "answer_questions", is_away)
+    monkeypatch.setattr(trial_flow_runs, "read_status", is_away)
+    trials._running = {0: (TRIAL, api.flow_run.id)}
+    assert trials.take_ended(0) == {}
+    assert (len(away), trials.num_running()) == (2, 1)
+    trials.terminate(RuntimeError("boom"))
+    assert api.cancelled == [api.flow_run.id]
+    api.flow_run.state = Cancelled()
+    assert trials.take_ended(0) == {0: None}
+    assert len(away) == 3
 
 
 @pytest.mark.parametrize(
