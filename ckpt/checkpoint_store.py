@@ -149,7 +149,8 @@ class CheckpointStore(Run):
 
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
-            ValueError: If the training itself reported a metric called `name`, or the name or the metrics are invalid.
+            ValueError: If the training itself reported a metric called `name`, or "name/...", or the name or the metrics are
+                invalid.
 
         """
         check_evaluation_name(name)

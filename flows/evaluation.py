@@ -165,7 +165,8 @@ def evaluate(
     Raises:
         Exception: The first failure: the function's own exception, from a RankFailedError with the rank's traceback, or the
             RankFailedError of a process that died.
-        ValueError: If an argument is invalid, the run is a sweep, or the training itself reported a metric called `name`.
+        ValueError: If an argument is invalid, the run is a sweep, or the training itself reported a metric called `name`, or
+            "name/...".
         FileNotFoundError: If there is no such run, or no attempt of it has begun.
         GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
         NotEnoughMachinesError: If too few ranks fit on the cluster.

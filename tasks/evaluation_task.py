@@ -82,7 +82,7 @@ def evaluate_checkpoint(
     Raises:
         Exception: The exception of the failing rank's function, raised from the RankFailedError that has its traceback.
         RankFailedError: If a rank died, or its exception cannot be rebuilt here.
-        ValueError: If the training itself reported a metric with the evaluation's name.
+        ValueError: If the training itself reported a metric with the evaluation's name, or one below it.
         FileNotFoundError: If there is no such run.
         CheckpointError: If the checkpoint's manifest is damaged, or the storage fails.
         GpusBusyError: If others use the GPUs that the ranks need, longer than the evaluation waits for them.

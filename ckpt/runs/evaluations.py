@@ -58,16 +58,17 @@ def check_evaluation_name(name: str) -> str:
 
 
 def check_free(manifest: Manifest, name: str) -> None:
-    """Raise ValueError if the training itself reported a metric under `name`.
+    """Raise ValueError if the training itself reported a metric `name` or "name/...", which would hide that of the evaluation.
 
     Raises:
         ValueError: If it did.
 
     """
-    if name in manifest.reported:
+    reported = next((metric for metric in manifest.reported if f"{metric}/".startswith(f"{name}/")), None)
+    if reported is not None:
         raise ValueError(
-            f"the training reported a metric {name!r} with checkpoint {manifest.id}, and reported metrics are never replaced: "
-            "give the evaluation another name"
+            f"the training reported a metric {reported!r} with checkpoint {manifest.id}, and reported metrics are never "
+            "replaced: give the evaluation another name"
         )
 
 
@@ -171,7 +172,8 @@ def _read(storage: Storage, layout: Layout, manifest: Manifest, name: str) -> Me
     key = layout.evaluation(manifest.id, name)
     try:
         metrics = _load(storage, layout, manifest.id, name)
-        check_free(manifest, name)
+        if name in manifest.reported:  # it would replace that; beside a "name/...", its other metrics hold
+            check_free(manifest, name)
     except FileNotFoundError:  # deleted after the listing
         return None
     except (ValueError, CheckpointCorruptError, UnsupportedFormatError) as exc:

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.evaluations import encode_evaluation
 from prefect_torch.ckpt.runs.history import lost_records, read_history
 from prefect_torch.ckpt.runs.layout import Layout, log_name
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import Manifest, seal
+from prefect_torch.ckpt.runs.metrics import find_metric
 from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.runs.retention import overdue_evaluations, plan
@@ -120,6 +122,22 @@ def test_a_name_that_the_training_reported_is_refused_and_nothing_is_lost(store,
     with pytest.raises(ValueError, match=r"the training reported a metric 'loss' with checkpoint .* another name"):
         store.attach_metrics(only, {"accuracy": 1}, name="loss")
     assert store.get(only).metrics == {"loss": 1}
+
+
+@pytest.mark.parametrize("metrics", [{"val/loss": 1}, {"val": {"loss": 1}}, {"val/": 1}])
+def test_a_name_with_reported_metrics_below_it_is_refused(store, tmp_path, metrics):
+    Attempt(store).session().report(metrics, folder(tmp_path / "c", model="x"))
+    (only,) = store.ids()
+    with pytest.raises(ValueError, match=r"the training reported a metric 'val/?(loss)?' with checkpoint .* another name"):
+        store.attach_metrics(only, {"loss": 0.5}, name="val")
+    store.attach_metrics(only, {"loss": 0.5}, name="va")
+
+
+def test_an_evaluation_stored_below_a_reported_name_stays(store, tmp_path):
+    Attempt(store).session().report({"val/loss": 1}, folder(tmp_path / "c", model="x"))
+    (only,) = store.ids()
+    store.storage.put_bytes(store.layout.evaluation(only, "val"), encode_evaluation(only, "val", {"accuracy": 0.5}))
+    assert find_metric(store.get(only).metrics, "val/accuracy") == 0.5
 
 
 def test_what_does_not_exist_cannot_be_evaluated(store):
