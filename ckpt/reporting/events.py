@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.ckpt.runs.metrics import Metrics, parse_json, to_json
+from prefect_torch.ckpt.runs.metrics import Metrics, add_newest, parse_json, to_json
 from prefect_torch.ckpt.storage.records import fields_of
 
 _MOST_AT_ONCE = 64  # events that one request reads: some 20 KB
@@ -80,7 +80,9 @@ class DecisionRequest:
     @property
     def newest(self) -> Metrics:
         """The newest value of each metric, of this report or an earlier one."""
-        return {**self.earlier, **{name: value for name, value in self.metrics.items() if value is not None}}
+        newest = dict(self.earlier)
+        add_newest(newest, self.metrics)
+        return newest
 
 
 Sent: TypeAlias = ReportEvent | CommitEvent | DecisionRequest

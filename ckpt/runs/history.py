@@ -13,7 +13,7 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_scalars
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
-from prefect_torch.ckpt.runs.metrics import Metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, add_newest
 from prefect_torch.ckpt.runs.record_fields import Time
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -211,15 +211,18 @@ def _comes_before(report: MetricRecord, record: MetricRecord) -> bool:
 def newest_metrics(history: Sequence[MetricRecord]) -> Metrics:
     """Return the last report's metrics, with the newest of each that was logged since; empty without a record."""
     last_report = max((index for index, record in enumerate(history) if not record.is_logged), default=0)
-    metrics: Metrics = {}
-    for record in history[last_report:]:
-        metrics.update(record.metrics)
+    metrics = dict(history[last_report].metrics) if history else {}
+    for record in history[last_report + 1 :]:
+        add_newest(metrics, record.metrics)
     return metrics
 
 
 def newest_of_each(history: Sequence[MetricRecord]) -> Metrics:
-    """Return the newest value of each metric that any record has; None is no value."""
-    return {name: value for record in history for name, value in record.metrics.items() if value is not None}
+    """Return the newest value of each metric that any record has, nested or not; None is no value."""
+    metrics: Metrics = {}
+    for record in history:
+        add_newest(metrics, record.metrics)
+    return metrics
 
 
 def lost_records(run: Run, listed: Sequence[ListedCheckpoint], attempt: int) -> list[MetricRecord]:

@@ -160,6 +160,19 @@ def flatten_metrics(metrics: Metrics, prefix: str = "") -> Iterator[tuple[str, M
             yield f"{prefix}{name}", value
 
 
+def add_newest(known: Metrics, metrics: Metrics) -> None:
+    """Replace the values in `known` by those in `metrics`, which are newer, in nested dicts as well; None is no value."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            before = known.get(name)
+            nested = dict(before) if isinstance(before, dict) else {}
+            add_newest(nested, value)
+            if nested:
+                known[name] = nested
+        elif value is not None:
+            known[name] = value
+
+
 def numbers_in(metrics: Metrics) -> Iterator[tuple[str, int | float]]:
     """Yield each leaf of nested metrics that is a number and no bool, as `flatten_metrics` does."""
     for name, value in flatten_metrics(metrics):

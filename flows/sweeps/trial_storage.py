@@ -15,7 +15,7 @@ from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.metrics import Metrics, clean_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, add_newest, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.trials import pin_token_of
 from prefect_torch.flows.sweeps.journal.events import Source
@@ -71,7 +71,9 @@ def end_of_returned(run: Run, value: object) -> TrialEnd:
     """Return the end of a trial whose function has returned `value`: the metrics in a dict count as its last report."""
     history = read_history(run)
     has_reported = any(not record.is_logged for record in history)
-    return TrialEnd("completed", None, newest_of_each(history) | metrics_in(value), has_reported)
+    metrics = newest_of_each(history)
+    add_newest(metrics, metrics_in(value))
+    return TrialEnd("completed", None, metrics, has_reported)
 
 
 def metrics_in(value: object) -> Metrics:

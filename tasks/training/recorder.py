@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_re
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
+from prefect_torch.ckpt.runs.metrics import add_newest
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -112,7 +113,7 @@ class RunRecorder:
                 self._unrecorded[event.id] = event
         else:
             self._history.append(event.record)
-            self._newest_metrics.update(newest_of_each([event.record]))
+            add_newest(self._newest_metrics, event.record.metrics)
             if self.on_first_report is not None and not event.record.is_logged:
                 self._submit(self.on_first_report, "the node's copy of the restored checkpoint could not be removed")
                 self.on_first_report = None

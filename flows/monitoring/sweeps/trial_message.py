@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from prefect_torch.ckpt.reporting.events import ReportEvent
-from prefect_torch.ckpt.runs.metrics import find_score
+from prefect_torch.ckpt.runs.metrics import Metrics, add_newest, find_score
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.journal.history import TrialState
 from prefect_torch.flows.sweeps.trial_storage import metrics_in
@@ -11,7 +11,7 @@ from prefect_torch.tasks.training.observers import TrainingEvent
 
 
 class TrialMessageObserver:
-    """Records the newest report, from which the message of a trial's completed state is made.
+    """Records the newest step and values, from which the message of a trial's completed state is made.
 
     Args:
         metrics: The names of the metrics that the sweep optimizes.
@@ -20,12 +20,15 @@ class TrialMessageObserver:
 
     def __init__(self, metrics: Sequence[str]) -> None:
         self._metrics = metrics
-        self._newest: ReportEvent | None = None
+        self._step: int | None = None
+        self._newest: Metrics = {}
 
     def observe(self, event: TrainingEvent) -> None:
         """Record an event."""
-        if isinstance(event, ReportEvent) and not event.record.is_logged:
-            self._newest = event
+        if isinstance(event, ReportEvent):
+            add_newest(self._newest, event.record.metrics)
+            if not event.record.is_logged:
+                self._step = event.record.step
 
     def refresh(self, *, final: bool) -> None:
         """Show nothing meanwhile."""
@@ -39,10 +42,10 @@ class TrialMessageObserver:
 
         """
         said: list[str] = []
-        metrics = metrics_in(value)
-        if self._newest is not None:
-            said.append(f"{f'{state} at ' if state in ('paused', 'stopped') else ''}step {self._newest.record.step}")
-            metrics = self._newest.record.metrics | metrics
+        if self._step is not None:
+            said.append(f"{f'{state} at ' if state in ('paused', 'stopped') else ''}step {self._step}")
+        metrics = dict(self._newest)
+        add_newest(metrics, metrics_in(value))
         scores = [(name, find_score(metrics, name)) for name in self._metrics]
         said += [f"{name} {show_number(score)}" for name, score in scores if score is not None]
         return ", ".join(said) or "no report"

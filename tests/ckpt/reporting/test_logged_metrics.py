@@ -68,6 +68,9 @@ def test_the_newest_metrics_are_the_last_reports_and_what_was_logged_since():
     assert newest_metrics([logged]) == {"a": 1, "b": 1}
     assert newest_metrics([logged, reported]) == {"a": 2, "c": 2}
     assert newest_metrics([logged, reported, logged, record({"b": 3}, is_logged=True)]) == {"a": 1, "b": 3, "c": 2}
+    nested, more = record({"val": {"loss": 1, "f1": None}}, is_logged=False), record({"val": {"lr": 2}}, is_logged=True)
+    assert newest_metrics([logged, nested, more]) == {"val": {"loss": 1, "f1": None, "lr": 2}}
+    assert nested.metrics == {"val": {"loss": 1, "f1": None}}
 
 
 def test_a_history_written_before_there_were_logged_records_is_read(store):

@@ -35,6 +35,13 @@ def test_a_metric_counts_that_an_earlier_report_had(run, last):
     assert (end.outcome, end.metrics) == ("completed", {"loss": 2.0, "test_accuracy": 0.9})
 
 
+@pytest.mark.parametrize("last", [{"loss": {"train": 1.0}}, {"loss": {"val": None, "train": 1.0}}, {"loss": {}}])
+def test_a_nested_metric_counts_that_an_earlier_report_had(run, last):
+    reported(run, {"loss": {"train": 3.0, "val": 2.0}}, last)
+    end = judge(end_of_returned(run, {"loss": {"train": 1.0}}), ["loss/val"])
+    assert (end.outcome, end.metrics) == ("completed", {"loss": {"train": 1.0, "val": 2.0}})
+
+
 def test_a_trial_that_has_reported_nothing_is_told_how(run):
     reason = judge(end_of_returned(run, 3.0), ["loss"]).reason
     assert reason.endswith("; its reports have none at all: call report({'loss': …}), or return such a dict")
@@ -49,6 +56,7 @@ def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
 def test_a_returned_dict_is_the_last_report(run):
     reported(run, {"loss": 3.0, "epoch": 1})
     assert end_of_returned(run, {"loss": 1.0}).metrics == {"loss": 1.0, "epoch": 1}
+    assert end_of_returned(run, {"loss": None}).metrics == {"loss": 3.0, "epoch": 1}
 
 
 def test_neither_a_returned_dict_nor_a_logged_metric_is_a_report(run):

@@ -286,17 +286,25 @@ def test_a_report_that_a_killed_leader_lost_is_not_newer_than_those_of_later_att
         recorder.on_request = asked.append
         return recorder
 
-    Attempt(store).session().report({"loss": 1, "val_loss": 1}, folder(tmp_path / "c", model="x"), step=1)
+    def losses(value):
+        return {"loss": value, "val": {"loss": value}}
+
+    Attempt(store).session().report(losses(1), folder(tmp_path / "c", model="x"), step=1)
     second = Attempt(store)
     with disable_run_logger():
         recorder = lead(second)
-        second.session().report({"loss": 2, "val_loss": 2}, folder(tmp_path / "c", model="x"), step=2)
-        recorder.record(ReportEvent(MetricRecord(2, 2, {"loss": 2, "val_loss": 2}, store.listed()[-1].id, utc_now())))
+        second.session().report(losses(2), folder(tmp_path / "c", model="x"), step=2)
+        recorder.record(ReportEvent(MetricRecord(2, 2, losses(2), store.listed()[-1].id, utc_now())))
         recorder.close()
         recorder = lead(Attempt(store))
-        recorder.record(DecisionRequest(0, 3, 3, {"loss": 3}, None))
+        recorder.record(DecisionRequest(0, 3, 3, {"loss": 3, "val": {"time": 3}}, None))
+        recorder.record(ReportEvent(MetricRecord(3, 3, {"val": {"time": 4}}, None, utc_now())))
+        recorder.record(DecisionRequest(0, 4, 4, {"loss": 4}, None))
         recorder.close()
-    assert [request.newest for request in asked] == [{"loss": 3, "val_loss": 2}]
+    assert [request.newest for request in asked] == [
+        {"loss": 3, "val": {"loss": 2, "time": 3}},
+        {"loss": 4, "val": {"loss": 2, "time": 4}},
+    ]
 
 
 def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):

@@ -18,6 +18,7 @@ def reported(step, **metrics):
         ([], "running", "no report"),
         ([reported(8, loss=0.5), reported(9, loss=0.00130004, size={"mb": 7})], "running", "step 9, loss 0.0013, size/mb 7"),
         ([reported(2, loss=1.0)], "running", "step 2, loss 1"),
+        ([reported(8, size={"mb": 7}), reported(9, loss=1.0, size={"gb": 0})], "running", "step 9, loss 1, size/mb 7"),
         ([reported(3, loss=0.9)], "paused", "paused at step 3, loss 0.9"),
         ([reported(3, loss=0.9)], "stopped", "stopped at step 3, loss 0.9"),
         ([reported(9, loss=0.9)], "completed", "step 9, loss 0.9"),
