@@ -18,7 +18,7 @@ from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.parameters import check_stored
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.sweeps.beginning import Beginning, begin
-from prefect_torch.flows.sweeps.definition import Definition, define, find_definition
+from prefect_torch.flows.sweeps.definition import Definition, define, find_definition, store_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -253,6 +253,8 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             show_sweep(run, begun.definition, searched, search, training.run_config),
         ):
             searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
+            if begun.is_fresh:
+                store_definition(run, begun.definition)
             termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_before_trial))
         left.cancel_again()
         if before and searched.trials == before:

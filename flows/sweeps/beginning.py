@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.sweeps.definition import Definition, read_definition, settle_definition
+from prefect_torch.flows.sweeps.definition import (
+    Definition,
+    find_definition,
+    read_definition,
+    settle_definition,
+    store_definition,
+)
 from prefect_torch.flows.sweeps.journal.events import Event
 from prefect_torch.flows.sweeps.journal.history import History, has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
@@ -37,6 +43,9 @@ class Beginning:
 def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_be_fresh: bool) -> Beginning:
     """Read the journal of a claimed sweep, and store its definition if that is new or changed.
 
+    The definition of a sweep that begins again is stored by its caller, once the journal says so: the trials in it are of the
+    former one.
+
     A warning names runs that are missing in the journal, whose last entries are lost then.
 
     Args:
@@ -55,8 +64,12 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
     entries, events = _read(led, may_be_new=may_be_fresh)
     is_fresh = may_be_fresh and not has_begun_again(events, claimed.lineage)
     _warn_of_lost_entries(led, events)
-    definition = settle_definition(led, given, has_seed=has_seed, is_fresh=is_fresh)
+    # It may differ though the journal has begun again: a kill came before it was stored.
+    known = None if is_fresh else find_definition(led, given, may_differ=may_be_fresh)
+    definition = settle_definition(given, known, has_seed=has_seed)
     journal = Journal(led, claimed.number, len(entries))
+    if definition != known and not (is_fresh and events):
+        store_definition(led, definition)
     if is_fresh:
         return Beginning(definition, journal, [], is_fresh, history_of(events))
     return Beginning(definition, journal, events, is_fresh, {})

@@ -102,20 +102,23 @@ def require_definition(run: Run) -> Definition:
     )
 
 
-def find_definition(run: Run, given: Definition) -> Definition | None:
+def find_definition(run: Run, given: Definition, *, may_differ: bool = False) -> Definition | None:
     """Return the stored definition, with which a sweep continues; None if there is no such sweep.
 
     Args:
         run: The sweep.
         given: The definition that its caller gives.
+        may_differ: Whether one with another space, other metrics or modes counts as none.
 
     Raises:
-        ValueError: If the space, the metrics or the modes differ from the stored ones.
+        ValueError: If the space, the metrics or the modes differ from the stored ones, and may not.
 
     """
     known = read_definition(run)
     for name in () if known is None else ("space", "metrics", "modes"):
         if not is_same(getattr(known, name), getattr(given, name)):
+            if may_differ:
+                return None
             raise ValueError(
                 f"sweep {run.name!r} in {run.storage.url} has {name}={getattr(known, name)!r}, and this one "
                 f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"
@@ -123,26 +126,22 @@ def find_definition(run: Run, given: Definition) -> Definition | None:
     return known
 
 
-def settle_definition(run: Run, given: Definition, *, has_seed: bool, is_fresh: bool) -> Definition:
-    """Return the definition with which the sweep continues, and store it if it is new or changed.
+def settle_definition(given: Definition, known: Definition | None, *, has_seed: bool) -> Definition:
+    """Return the definition with which a sweep continues.
 
     Args:
-        run: The sweep.
         given: The definition that its caller gives.
+        known: The stored one; None if the sweep is new, or begins again.
         has_seed: Whether the caller chose the seed.
-        is_fresh: Whether the sweep begins again, whatever it searched before.
-
-    Raises:
-        ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
-    known = None if is_fresh else find_definition(run, given)
-    settled = given
-    if known is not None:
-        seed = given.seed if has_seed else known.seed
-        settled = replace(given, seed=seed, created_at=known.created_at)
-    if settled != known:
-        record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
-        assert isinstance(record, dict)
-        run.put_record(run.layout.sweep, record)
-    return settled
+    if known is None:
+        return given
+    return replace(given, seed=given.seed if has_seed else known.seed, created_at=known.created_at)
+
+
+def store_definition(run: Run, settled: Definition) -> None:
+    """Store the definition of a sweep."""
+    record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
+    assert isinstance(record, dict)
+    run.put_record(run.layout.sweep, record)

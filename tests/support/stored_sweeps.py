@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.flows.sweeps.definition import Definition, define, settle_definition
+from prefect_torch.flows.sweeps.definition import Definition, define, store_definition
 from prefect_torch.flows.sweeps.journal.events import Event, SweepLed, TrialEnded, TrialReported, TrialStarted, encode_event
 from prefect_torch.flows.sweeps.journal.history import history_of
 from prefect_torch.flows.sweeps.journal.journal import Journal
@@ -46,8 +46,9 @@ def store_sweep(storage, *, search: SearchConfig = SEARCH, ending: str | None = 
     """Store the sweep "digits" with these trials; return it."""
     run = Run.open(storage, "digits")
     attempt = claim_attempt(run, Owner.current(str(FLOW_RUN)), world_size=0)
-    given = define("train_digits:train_fn", {"lr": {"kind": "loguniform", "low": 1e-6, "high": 0.1}}, {"epochs": 9}, search)
-    definition = settle_definition(run, given, has_seed=False, is_fresh=False)
+    space = {"lr": {"kind": "loguniform", "low": 1e-6, "high": 0.1}}
+    definition = define("train_digits:train_fn", space, {"epochs": 9}, search)
+    store_definition(run, definition)
     journal = Journal(run, attempt.number, 0)
     events = events_of_a_sweep()
     for event in events:

@@ -9,7 +9,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import Result, SweepResult, Trial, sweep_result
-from prefect_torch.flows.sweeps.definition import settle_definition
+from prefect_torch.flows.sweeps.definition import store_definition
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialEnded, TrialReported, encode_event
 from prefect_torch.flows.sweeps.journal.journal import Journal
 from prefect_torch.flows.sweeps.journal.stored_trials import events_of
@@ -132,7 +132,7 @@ def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):
     run.storage.put_bytes(run.layout.sweep, stored.replace(b'"min"', b'"max"'))
     with pytest.raises(MalformedRecordError, match=r"sweep\.json cannot be read.*start the sweep again as before"):
         SweepResult.from_storage(tmp_path, "digits")
-    settle_definition(run, definition, has_seed=True, is_fresh=False)
+    store_definition(run, definition)
     assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}
     run.put_json(run.layout.sweep, {name: value for name, value in json.loads(stored).items() if name != "digest"})
     assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}  # an older version wrote it

@@ -57,7 +57,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.calls.cluster_runner import ClusterThreads
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
-from prefect_torch.flows.sweeps import unused_criteria
+from prefect_torch.flows.sweeps import beginning, unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
@@ -256,6 +256,41 @@ def test_a_sweep_that_begins_again_does_so_once_and_a_retry_of_its_flow_run_goes
     result = sweep.with_options(retries=1)("sweep_trainings:return_loss", {"x": grid([1, 2])}, search=asked, run=fresh)
     assert [trial.config for trial in result.trials] == [{"x": 1}, {"x": 2}]
     assert [end.trials for end in ends] == [result.trials, result.trials]
+
+
+def test_a_new_search_is_not_mixed_with_the_trials_of_the_one_before_if_it_fails_before_it_begins(run, monkeypatch):
+    asked, space = search(num_trials=1), {"x": choice([3])}
+    before = sweep("sweep_trainings:return_loss", space, search=asked, run=run)
+
+    def fail(*_):
+        raise OSError("no answer")
+
+    highest, fresh = search(num_trials=1, mode="max"), run.model_copy(update={"resume": "never"})
+    monkeypatch.setattr(sweeping, "show_sweep", fail)
+    with pytest.raises(OSError, match="no answer"):
+        sweep("sweep_trainings:return_loss", space, search=highest, run=fresh)
+    assert SweepResult.from_storage(run.storage, run.name) == before
+    with pytest.raises(ValueError, match=r"has modes=\['min'\], and this one \['max'\]"):
+        sweep("sweep_trainings:return_loss", space, search=highest, run=run)
+
+
+def test_a_new_search_that_is_killed_before_it_is_stored_begins_when_its_flow_run_is_tried_again(run, monkeypatch):
+    sweep("sweep_trainings:return_loss", {"x": choice([3])}, search=search(num_trials=1), run=run)
+    store, tries = sweeping.store_definition, []
+
+    def fail_once(*arguments):
+        tries.append(arguments)
+        if len(tries) == 1:
+            raise OSError("no answer")
+        store(*arguments)
+
+    for module in (beginning, sweeping):
+        monkeypatch.setattr(module, "store_definition", fail_once)
+    fresh = run.model_copy(update={"resume": "never"})
+    retried = sweep.with_options(retries=1)
+    result = retried("sweep_trainings:return_loss", {"x": choice([4])}, search=search(num_trials=1, mode="max"), run=fresh)
+    assert [trial.config for trial in result.trials] == [{"x": 4}]
+    assert SweepResult.from_storage(run.storage, run.name) == result
 
 
 def test_a_sweep_that_a_living_process_leads_is_refused_unless_it_is_taken_over(run):

@@ -51,7 +51,7 @@ from prefect_torch.flows import (
     uniform,
 )
 from prefect_torch.flows.sweeps.asked_decisions import are_questions_expected, expect_questions
-from prefect_torch.flows.sweeps.definition import define, settle_definition
+from prefect_torch.flows.sweeps.definition import define, store_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import Journal
@@ -609,7 +609,7 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     begun = claim_attempt(led, Owner.current("a-flow-run"), world_size=0)
     write_outcome(led, Outcome(begun.number, "preempted", "a-flow-run"))
     chosen = search(num_trials=1)
-    settle_definition(led, define(CLIMB, space, {"epochs": 1}, chosen), has_seed=False, is_fresh=False)
+    store_definition(led, define(CLIMB, space, {"epochs": 1}, chosen))
     searched = Search(chosen, parse_space(space), 0, RecordedTrials([], Journal(led, begun.number, 0).append), "left")
     searched.lead(begun.number)
     expect_questions(led, are_expected=True)
