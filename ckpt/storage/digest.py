@@ -10,6 +10,7 @@ from typing import BinaryIO, TypeVar
 import xxhash
 
 from .protocol import Transfer
+from .retry import raise_if_ended
 
 Part = TypeVar("Part", bound=bytes | memoryview)
 CHUNK_BYTES = 2**20  # fits the L2 cache, so that hashing reads bytes that the copy has just touched
@@ -23,7 +24,8 @@ class RunningDigest:
         self._bytes = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Add the next bytes."""
+        """Add the next bytes; a large file may take minutes, so its transfer ends here if its context does."""
+        raise_if_ended()
         self._digest.update(data)
         self._bytes += len(data)
 

@@ -60,6 +60,7 @@ _LISTED_AT_ONCE = 1000
 _MOST_DOUBLINGS = 60  # more would overflow, and the longest pause is reached long before
 _jitter = random.Random()  # noqa: S311 - not used for secrets
 _retries_end: ContextVar[threading.Event | None] = ContextVar("retries_end", default=None)
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
 
 
 class CredentialsExpiredError(PermissionError):
@@ -108,6 +109,22 @@ def retries_ended_by(event: threading.Event) -> Iterator[None]:
         yield
     finally:
         _retries_end.reset(token)
+
+
+@contextmanager
+def ended_by(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` before each storage operation of this context, and at each piece of a file: what it raises ends the body."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def raise_if_ended() -> None:
+    """Raise what the `check` of this context raises, if it has one."""
+    if (check := _check.get()) is not None:
+        check()
 
 
 class RetryingStorage:
@@ -223,6 +240,7 @@ class RetryingStorage:
         return self._retry(doing, key, call)
 
     def _retry(self, doing: str, key: str, call: Callable[[Storage], T]) -> T:
+        raise_if_ended()
         started_s = time.monotonic()
         used = self._storage
         try:

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, r
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.ckpt.storage.retry import ended_by
 from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
@@ -169,7 +170,7 @@ class _Leader:
         return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
 
     def _train(self, claimed: Attempt, lease: Lease | None) -> Any:
-        with library_logs_in_run():
+        with library_logs_in_run(), ended_by(self._termination.raise_if_requested):  # it may read for minutes
             start = choose_start(self._store, self._job, claimed, self._observers)
         self._observers.notify(AttemptStarted(claimed, start.path))
         try:

@@ -33,6 +33,7 @@ from prefect_torch.ckpt import CheckpointStore, FencedError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -61,6 +62,7 @@ from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import outcomes, recorder, workers_task
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
+from ranks import Attempt, folder
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -206,6 +208,30 @@ def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and
     assert stored == {"prune": ["cancelled"], "end of the lease": ["cancelled"]}
     (last,) = store.list()
     assert last.step == 1
+
+
+def test_a_termination_ends_the_verification_of_the_checkpoint_that_an_attempt_begins_with(tmp_path, monkeypatch):
+    """It reads every byte, which may take longer than the grace: the attempt had no outcome, and counted as killed."""
+    store, switch, requested, read = CheckpointStore.open(tmp_path / "store", "run"), TerminationSwitch(), threading.Event(), []
+    Attempt(store).session().report({}, folder(tmp_path / "c", **{f"part-{number}": "1" for number in range(40)}))
+
+    def request(self, cause, original=Termination.request):
+        original(self, cause)
+        requested.set()
+
+    def digest(self, key, original=LocalStorage.digest):
+        read.append(key)
+        switch.cause = CancelledInPrefect()
+        assert requested.wait(60)
+        return original(self, key)
+
+    monkeypatch.setattr(Termination, "request", request)
+    monkeypatch.setattr(LocalStorage, "digest", digest)
+    with switch.governs(), pytest.raises(CancelledInPrefect):
+        train("trainings:leave_once", run=RunConfig(name="run", storage=str(tmp_path / "store"), takeover=True))
+    assert 0 < len(read) < 40
+    (outcome,) = read_outcomes(store)
+    assert (outcome.ending, "no rank was started" in outcome.error) == ("cancelled", True)
 
 
 @pytest.mark.parametrize("by_itself", [True, False])

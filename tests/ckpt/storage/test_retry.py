@@ -9,6 +9,7 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import StorageError, StorageSpec
 from prefect_torch.ckpt.storage import retry
 from prefect_torch.ckpt.storage.backends import _has_own_keys
+from prefect_torch.ckpt.storage.digest import CHUNK_BYTES
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import for_each, read_all
@@ -18,6 +19,7 @@ from prefect_torch.ckpt.storage.retry import (
     RetryingStorage,
     RetryPolicy,
     classify,
+    ended_by,
     retries_ended_by,
     with_retries,
 )
@@ -148,6 +150,30 @@ def test_retries_of_a_context_end_with_its_event_in_the_threads_that_read_for_it
     end.set()
     with retries_ended_by(end), pytest.raises(StorageError, match="failed 1 times"):
         read(["x", *"abcdefghijk"], lambda key: key == "x" and storage.put_bytes(key, b"1"))
+
+
+@pytest.mark.parametrize("read", [read_all, for_each])
+def test_operations_of_a_context_end_with_its_check_in_the_threads_that_read_for_it(memory, read):
+    flaky = Flaky(memory, 0, ConnectionResetError())
+    storage = RetryingStorage(lambda: flaky, AT_ONCE)
+    with ended_by(lambda: int("over")), pytest.raises(ValueError, match="over"):
+        read(["x", "y"], lambda key: storage.put_bytes(key, b"1"))
+    assert list(storage.list("")) == []
+
+
+@pytest.mark.parametrize("verb", ["digest", "get_file"])
+def test_the_transfer_of_a_large_file_ends_with_the_check_of_its_context(tmp_path, verb):
+    storage, asked = open_storage(tmp_path / "store"), []
+    storage.put_bytes("large", bytes(4 * CHUNK_BYTES))
+
+    def check():
+        asked.append(None)
+        if len(asked) == 3:
+            raise InterruptedError("over")
+
+    with ended_by(check), pytest.raises(InterruptedError, match="over"):
+        getattr(storage, verb)("large", *([tmp_path / "copy"] if verb == "get_file" else []))
+    assert len(asked) == 3
 
 
 def test_after_the_deadline_it_says_what_was_tried(memory):
