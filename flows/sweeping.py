@@ -255,7 +255,8 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
             if begun.is_fresh:
                 store_definition(run, begun.definition)
-            termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_before_trial))
+            with _termination_recorded(run, claimed, training, termination):  # before the page: a worker may kill it soon
+                termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_before_trial))
         left.cancel_again()
         if before and searched.trials == before:
             get_run_logger().warning("%s", _nothing_left(search, searched))
@@ -312,18 +313,28 @@ def _outcome_recorded(led: Run, claimed: Attempt, training: Training, terminatio
     """Record how the claimed attempt of a sweep ends."""
     flow_run_id, storage = claimed.owner.flow_run_id, training.storage
     try:
-        yield
-    except TERMINATIONS as exc:
-        if not termination.is_requested:  # the exception came before the trials, or after them
-            termination.request(exc)
-        record_outcome(led, outcome_of_termination(claimed, termination, training.failure.grace_s, _CONTINUED))
-        raise
+        with _termination_recorded(led, claimed, training, termination):  # before the trials, or after them
+            yield
     except Exception as exc:
         record_outcome(led, Outcome(claimed.number, "failed", flow_run_id, "user", first_line(exc)))
         refresh_runs_page(storage)
         raise
     record_outcome(led, Outcome(claimed.number, "completed", flow_run_id))
     refresh_runs_page(storage)
+
+
+@contextmanager
+def _termination_recorded(led: Run, claimed: Attempt, training: Training, termination: Termination) -> Iterator[None]:
+    """Record how the claimed attempt of a sweep ends if the body is terminated, once."""
+    try:
+        yield
+    except TERMINATIONS as exc:
+        if termination.outcome is None:
+            if termination.cause is None:
+                termination.request(exc)
+            termination.outcome = outcome_of_termination(claimed, termination, training.failure.grace_s, _CONTINUED)
+            record_outcome(led, termination.outcome)
+        raise
 
 
 def _claim(run: Run, run_config: RunConfig, given: Definition) -> Attempt:

@@ -434,15 +434,24 @@ def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
     assert outcomes._terminated_by(termination, 30) == by
 
 
-def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
-    """It went on to its end where it was cancelled and its worker was gone."""
+def test_a_sweep_is_cancellable_and_has_recorded_that_before_its_page_is_shown(monkeypatch, tmp_path):
+    """It went on to its end where it was cancelled and its worker was gone. Prefect may be slow, and its process be killed."""
+    recorded = []
 
     @contextmanager
     def cancelled(termination, _):
         termination.request(CancelledInPrefect())
         yield
 
+    @contextmanager
+    def page(run, *_):
+        try:
+            yield
+        finally:
+            recorded.extend(read_outcomes(run))
+
     monkeypatch.setattr(sweeping, "cancellable", cancelled)
+    monkeypatch.setattr(sweeping, "show_sweep", page)
     with pytest.raises(CancelledInPrefect):
         sweep(
             f"{SUPPORT / 'trainings.py'}:report_a_name",
@@ -451,6 +460,7 @@ def test_a_sweep_is_cancellable(monkeypatch, tmp_path):
             run=RunConfig(name="sweep", storage=tmp_path),
         )
     (outcome,) = read_outcomes(CheckpointStore.open(tmp_path, "sweep"))
+    assert recorded == [outcome]
     assert outcome.ending == "cancelled"
     assert outcome.error == "cancelled (in Prefect); trials that ran go on when the sweep is started again"
 
