@@ -108,7 +108,7 @@ def _wait_instead_of_kill(longest_s: float) -> set[UUID]:
 def _propose(flow_run_id: UUID, state: State[Any]) -> None:
     """Propose `state` for a flow run that is neither being cancelled nor in a final state other than Crashed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with get_client(sync_client=True) as client:
+    with flow_run_errors_explained(flow_run_id), get_client(sync_client=True) as client:
         left = client.read_flow_run(flow_run_id).state
         if left is not None and (left.is_cancelling() or (left.is_final() and not left.is_crashed())):
             return

@@ -10,12 +10,14 @@ import pytest
 from forked_programs import Popen, run_program
 from http_proxy import Response, proxied
 from prefect.client.orchestration import get_client
-from prefect.states import Cancelling
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import AwaitingRetry, Cancelling
 from prefect.types.entrypoint import EntrypointType
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
 from prefect_torch.deployments import make_deployment
+from prefect_torch.deployments.command_line import execution
 from prefect_torch.flows import FailureConfig, RunConfig
 from slow_checkpoint import endless
 
@@ -81,6 +83,15 @@ def test_a_flow_run_that_cannot_be_read_is_one_sentence(prefect_server, api, sai
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"prefect-torch: {api} {said.format(flow_run_id)}")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_state_that_cannot_be_proposed_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
+    with (
+        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
+        pytest.raises(ConnectionError, match=r"^http://127\.0\.0\.1:1/api does not answer: "),
+    ):
+        execution._propose(uuid4(), AwaitingRetry())
 
 
 @pytest.mark.timeout(300)
