@@ -8,6 +8,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 from prefect_torch.ckpt import CheckpointStore, Storage, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
@@ -33,6 +34,7 @@ from prefect_torch.flows.monitoring.text import (
 from prefect_torch.flows.sweeps.definition import read_definition
 from prefect_torch.flows.sweeps.journal.history import score_of
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials
+from prefect_torch.tasks.prefect_api.settings import settings_with, using
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .live_artifact import add_version, artifact_key
@@ -41,6 +43,7 @@ _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, sinc
 _MAX_ROWS = 50  # whose metrics are read, too
 # Characters: longer ones push the columns of all runs below the UI's sidebar, and names that no hyphen breaks do it earlier.
 _LONGEST_NAME, _LONGEST_WORD, _LONGEST_METRIC = 60, 30, 30
+_RETRIES = 2  # after 2 s and 4 s: the flow has waited for an API that is away already, and Prefect's 7 take four minutes more
 _LONGEST_S = 10.0  # for reading metrics; the rows that are left have no curve
 
 
@@ -70,8 +73,9 @@ class RunRow:
 
 def refresh_runs_page(storage: StorageSpec, *, in_place: bool = False) -> None:
     """Publish the page of `storage` from a flow run, as `publish_runs` does; a failure is logged, and the flow continues."""
+    retries = min(_RETRIES, PREFECT_CLIENT_MAX_RETRIES.value())
     try:
-        with get_client(sync_client=True) as client:
+        with using(settings_with({PREFECT_CLIENT_MAX_RETRIES: retries})), get_client(sync_client=True) as client:
             brief = replace(storage, retry=replace(storage.retry, deadline_s=_LONGEST_S))
             publish_runs(client, brief, UUID(flow_run.id), in_place=in_place)
     except Exception as exc:  # noqa: BLE001 - a page is not worth a training

@@ -4,10 +4,12 @@ import base64
 import json
 import re
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from uuid import UUID
 from xml.etree import ElementTree as ET
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -140,3 +142,13 @@ def test_a_line_needs_two_points_and_holds_forty():
     assert draw_sparkline([(0, 1.0)]) is None
     picture = ET.fromstring(draw_sparkline([(step, 1 / (step + 1)) for step in range(1000)]))
     assert len(picture[0].get("points").split()) <= 40
+
+
+@pytest.mark.parametrize(("configured", "made"), [(7, 2), (0, 0)])
+def test_an_end_does_not_wait_for_minutes_to_refresh_the_page(storage, monkeypatch, configured, made):
+    tried = []
+    monkeypatch.setattr(runs_page, "flow_run", SimpleNamespace(id=FLOW_RUN))
+    monkeypatch.setattr(runs_page, "publish_runs", lambda *_, **__: tried.append(PREFECT_CLIENT_MAX_RETRIES.value()))
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api", PREFECT_CLIENT_MAX_RETRIES: configured}):
+        runs_page.refresh_runs_page(storage)
+    assert tried == [made]
