@@ -22,8 +22,9 @@ from prefect_torch.flows import (
     sweep,
     train,
 )
-from prefect_torch.tasks.gang.gpus import allocation, locks
+from prefect_torch.tasks.gang.gpus import allocation
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
+from pretended_gpus import remove_locks
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ONE, BOTH = (ScalingConfig(num_workers=number, use_gpu=True, wait_for_gpus_s=0) for number in (1, 2))
@@ -36,8 +37,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     yield
-    for lock in locks._LOCKS.glob(f"{locks._PREFIX}fake-{tmp_path.name}-*"):
-        lock.unlink()
+    remove_locks(tmp_path.name)
 
 
 @pytest.fixture

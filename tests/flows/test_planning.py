@@ -184,7 +184,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
 
 @pytest.fixture
 def two_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(locks, "_LOCKS", tmp_path)
+    monkeypatch.setattr(locks, "_LOCKS", (tmp_path,))
     monkeypatch.setattr(
         allocation, "list_gpus", lambda _: [Gpu(f"uuid-{it}", "H200", "CUDA_VISIBLE_DEVICES", it) for it in "01"]
     )

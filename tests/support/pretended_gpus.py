@@ -56,6 +56,15 @@ def listed(_: Any = None) -> list[Any]:
     return [Gpu(uuid(name), NAME, "FAKEGPU_VISIBLE_DEVICES", name) for name in visible()]
 
 
+def remove_locks(machine: str) -> None:
+    """Remove the locks of the GPUs of a pretended machine."""
+    from prefect_torch.tasks.gang.gpus import locks  # noqa: PLC0415 - same
+
+    for folder in locks._LOCKS:
+        for lock in folder.glob(f"{locks._PREFIX}fake-{machine}-*"):
+            lock.unlink()
+
+
 class Module:
     """`torch.fakegpu`, as far as ranks use torch's module of a device."""
 

@@ -1,6 +1,5 @@
 """The GPUs that the ranks of a training or an evaluation have: taken together or not at all, kept from attempt to attempt."""
 
-import fcntl
 import math
 import os
 import time
@@ -8,11 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from prefect_torch.ckpt.storage.machine.forks import close_here
 from prefect_torch.ckpt.text import show_count, show_some
 
 from .listing import TRY_DRIVER, Gpu, list_gpus
-from .locks import LONGEST_TAKING_S, one_at_a_time, open_lock, read_owner, write_owner
+from .locks import LONGEST_TAKING_S, GpuLock, one_at_a_time
 
 _POLL_S = 1.0
 _REMIND_S = 600.0
@@ -54,13 +52,13 @@ class GpuAllocation:
         self._wait_s = wait_s
         self._owner = f"{owner} (process {os.getpid()})"
         self._pool = pool
-        self._taken: dict[int, Gpu] = {}
+        self._taken: dict[GpuLock, Gpu] = {}
         self._failed: set[str] = set()  # UUIDs
 
     @property
     def locks(self) -> tuple[int, ...]:
         """The descriptors of the locks, in the order of the ranks; a GPU is taken as long as any process has its lock open."""
-        return tuple(self._taken)
+        return tuple(lock.descriptor for lock in self._taken)
 
     @property
     def uuids(self) -> tuple[str, ...]:
@@ -127,13 +125,13 @@ class GpuAllocation:
     def release(self) -> None:
         """Release the GPUs; those of ranks that still run stay taken until their guards exit."""
         for lock in self._taken:
-            close_here(lock)
+            lock.close()
         self._taken = {}
 
     def keep(self, count: int) -> None:
         """Release the GPUs that are taken beyond the first `count`."""
-        for lock in self.locks[count:]:
-            close_here(lock)
+        for lock in list(self._taken)[count:]:
+            lock.close()
             del self._taken[lock]
         self._count = self._fewest = len(self._taken)
 
@@ -173,16 +171,16 @@ class GpuAllocation:
                 if len(taken) < self._fewest:
                     return users
                 for lock in taken.keys() - self._taken.keys():
-                    write_owner(lock, self._owner)
+                    lock.write_owner(self._owner)
                 self._taken = taken
             finally:
                 for lock in taken.keys() - self._taken.keys():  # too few are free, or an error occurred
-                    close_here(lock)
+                    lock.close()
             for lock in failed.values():
-                close_here(lock)
+                lock.close()
         return None
 
-    def _lock_free(self, taken: dict[int, Gpu], failed: dict[Gpu, int]) -> list[str]:
+    def _lock_free(self, taken: dict[GpuLock, Gpu], failed: dict[Gpu, GpuLock]) -> list[str]:
         """Add free GPUs to `taken`, those that have failed last; return which others are in use, and by whom."""
         users: list[str] = []
         for gpu in sorted(self._gpus(), key=lambda it: it.uuid in self._failed):
@@ -193,14 +191,12 @@ class GpuAllocation:
             if gpu in failed:
                 taken[failed.pop(gpu)] = gpu
                 continue
-            lock = open_lock(gpu.uuid)
+            lock = GpuLock(gpu.uuid)
             taken[lock] = gpu
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                users.append(f"GPU {gpu.choice} by {read_owner(lock)}")
+            if (user := lock.take()) is not None:
+                users.append(f"GPU {gpu.choice} by {user}")
                 del taken[lock]
-                close_here(lock)
+                lock.close()
         return users
 
 

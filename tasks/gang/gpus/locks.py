@@ -4,6 +4,9 @@ A GPU in use is a locked file (flock) in the machine's shared memory, named by t
 and the guard of each rank hold the lock, so the kernel releases it when both are gone, however they end: a flow that is started
 again after a SIGKILL waits for the guards of its earlier process. Processes in other containers have locks of their own unless
 they share /dev/shm.
+
+The leading process locks a second file in /var/tmp: when a user has logged out, systemd deletes the files that the user
+has in shared memory (RemoveIPC of logind.conf), also those that a service, or another user, has locked.
 """
 
 import errno
@@ -18,15 +21,56 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 
-_LOCKS = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())  # noqa: S108 - for all users
+_SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()  # noqa: S108 - for all users
+_LOCKS = tuple(dict.fromkeys(Path(it).resolve() for it in (_SHARED_MEMORY, "/var/tmp")))  # noqa: S108 - same
 _PREFIX = "prefect-torch-gpu-"
 _LONGEST_OWNER = 500  # bytes
 LONGEST_TAKING_S = 5.0  # taking GPUs needs milliseconds, but the process that does it may be stopped
 
 
-def open_lock(name: str) -> int:
+class GpuLock:
+    """The lock of a GPU, from `take` to `close`.
+
+    Args:
+        uuid: The UUID of the GPU.
+
+    Attributes:
+        descriptor: The descriptor of its file in shared memory, for the guards of ranks.
+
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self.descriptor = _open(_LOCKS[0], uuid)
+        self._descriptors = [self.descriptor]
+        for folder in _LOCKS[1:]:
+            with suppress(OSError):  # it is missing, or cannot be written to
+                self._descriptors.append(_open(folder, uuid))
+
+    def take(self) -> str | None:
+        """Take the lock, and return None; if others have it, return by whom the GPU is used."""
+        for descriptor in self._descriptors:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return os.pread(descriptor, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
+        return None
+
+    def write_owner(self, owner: str) -> None:
+        """Write there who uses the GPU, for others that wait for it."""
+        for descriptor in self._descriptors:
+            os.ftruncate(descriptor, 0)
+            with suppress(OSError):  # no space is left: the GPU is taken, and others do not see by whom
+                os.pwrite(descriptor, owner.encode()[:_LONGEST_OWNER], 0)
+
+    def close(self) -> None:
+        """Release the lock here; no effect on the guards that have it."""
+        for descriptor in self._descriptors:
+            close_here(descriptor)
+
+
+def _open(folder: Path, name: str) -> int:
     """Return a descriptor of a file that every user of this machine may lock; a link is refused, which may lead anywhere."""
-    path = _LOCKS / f"{_PREFIX}{name.replace('/', '-')}"  # a slice may be MIG-GPU-<UUID>/<GPU instance>/<compute instance>
+    path = folder / f"{_PREFIX}{name.replace('/', '-')}"  # a slice may be MIG-GPU-<UUID>/<GPU instance>/<compute instance>
     while True:
         try:  # without O_CREAT, which the kernel denies for another user's file (fs.protected_regular)
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -55,7 +99,7 @@ def one_at_a_time() -> Iterator[None]:
         BlockingIOError: If another one has been doing so for seconds.
 
     """
-    lock = open_lock("all")
+    lock = _open(_LOCKS[0], "all")
     try:
         _lock_soon(lock)
         yield
@@ -80,15 +124,3 @@ def _lock_soon(lock: int) -> None:
             time.sleep(0.01)
         else:
             return
-
-
-def read_owner(lock: int) -> str:
-    """Return the owner of a lock, as it has written itself there."""
-    return os.pread(lock, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
-
-
-def write_owner(lock: int, owner: str) -> None:
-    """Write the owner of a lock there, for others that wait for it."""
-    os.ftruncate(lock, 0)
-    with suppress(OSError):  # the memory of the machine's files is full: the GPU is taken, and others do not see by whom
-        os.pwrite(lock, owner.encode()[:_LONGEST_OWNER], 0)

@@ -17,7 +17,7 @@ from prefect_torch.tasks.gang.gpus import driver_programs, listing, locks
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation, GpusBusyError, take_free
 from prefect_torch.tasks.gang.gpus.listing import Gpu, list_gpus
 from prefect_torch.tasks.gang.processes.process import RankProcess
-from pretended_gpus import listed
+from pretended_gpus import listed, remove_locks
 from small_disk import mounted
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -50,8 +50,7 @@ def torchs_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(allocating, "_run_logger", lambda: gpus_log)
     monkeypatch.setattr(allocating, "_POLL_S", 0.01)
     yield
-    for lock in locks._LOCKS.glob(f"{locks._PREFIX}fake-{tmp_path.name}-*"):
-        lock.unlink()
+    remove_locks(tmp_path.name)
 
 
 @pytest.fixture
@@ -235,6 +234,30 @@ def test_a_long_name_of_a_flow_run_is_cut_where_others_read_it(machine):
     allocated.release()
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_gpu_is_in_use_though_a_file_of_its_lock_was_deleted(machine, place):
+    """By systemd, when the user of a service that trains logs out, or by a cleaner of old files."""
+    allocated, uuid = allocation(3), listed()[0].uuid
+    take(allocated)
+    (locks._LOCKS[place] / f"{locks._PREFIX}{uuid}").unlink()
+    for _ in range(2):
+        with pytest.raises(GpusBusyError, match="needs 1 free GPU, and of 3 these are in use: GPU 0 by this one "):
+            take(allocation(1))
+    allocated.release()
+    next_one = allocation(1)
+    take(next_one)
+    next_one.release()
+
+
+def test_gpus_are_taken_where_there_is_no_directory_for_the_second_file_of_a_lock(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(locks, "_LOCKS", (locks._LOCKS[0], tmp_path / "missing"))
+    allocated = allocation(3)
+    take(allocated)
+    with pytest.raises(GpusBusyError):
+        take(allocation(1))
+    allocated.release()
+
+
 def test_too_few_free_gpus_are_left_to_others_while_a_training_waits_for_them(machine):
     one, waiting, rounds = allocation(1), allocation(3, None), []
     take(one)
@@ -381,7 +404,7 @@ def test_an_agent_takes_what_is_free_and_keeps_what_it_needs(machine):
 
 def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypatch, tmp_path):
     with mounted(tmp_path / "locks", "size=64k") as disk:
-        monkeypatch.setattr(locks, "_LOCKS", disk)
+        monkeypatch.setattr(locks, "_LOCKS", (disk,))
         with contextlib.suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
             while True:
                 fill.write(bytes(4096))
@@ -394,7 +417,7 @@ def test_gpus_are_taken_where_the_memory_of_the_locks_is_full(machine, monkeypat
 
 def test_gpus_that_cannot_be_taken_together_are_left_to_others(machine, monkeypatch, tmp_path):
     with mounted(tmp_path / "locks", "nr_inodes=3") as disk:  # the directory, the lock on all, and one GPU's
-        monkeypatch.setattr(locks, "_LOCKS", disk)
+        monkeypatch.setattr(locks, "_LOCKS", (disk,))
         with pytest.raises(OSError, match="No space left"):
             take(allocation(2))
         other = allocation(1)
@@ -406,7 +429,7 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
     mine = tmp_path / "mine"
     mine.write_text("precious")
     gpu = listed()[0]
-    link = locks._LOCKS / f"{locks._PREFIX}{gpu.uuid}"
+    link = locks._LOCKS[0] / f"{locks._PREFIX}{gpu.uuid}"
     link.symlink_to(mine)
     try:
         with pytest.raises(OSError, match="symbolic links"):

@@ -18,10 +18,10 @@ from prefect_torch.tasks import Hosts
 from prefect_torch.tasks.gang.engines import kubernetes_job
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
-from prefect_torch.tasks.gang.gpus import locks
 from prefect_torch.tasks.gang.machine import avoided, gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
+from pretended_gpus import remove_locks
 
 SUPPORT = Path(__file__).parents[2] / "support"
 # An agent that is told of its end as soon as the leader knows of it.
@@ -135,8 +135,7 @@ def test_a_request_leaves_gpus_that_no_rank_needs_to_others(monkeypatch, tmp_pat
         with requests[0].lend(lambda: None) as first, requests[1].lend(lambda: None) as second:
             assert [lease.machines[0].slots for lease in (first, second)] == [1, 1]
     finally:
-        for lock in locks._LOCKS.glob(f"{locks._PREFIX}fake-{tmp_path.name}-*"):
-            lock.unlink()
+        remove_locks(tmp_path.name)
 
 
 def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
