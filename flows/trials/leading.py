@@ -1,6 +1,8 @@
 """The loop of a sweep: it starts trials, records their ends, and deletes checkpoints that better trials displace."""
 
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from prefect_torch.ckpt import CheckpointStore, StorageError
@@ -17,6 +19,7 @@ from prefect_torch.tasks.run_logs import get_run_logger
 from .trial_runs import TrialRuns
 
 _POLL_S = 0.5
+_CHECK_S = 30.0
 
 
 def lead_trials(
@@ -35,7 +38,8 @@ def lead_trials(
         sweep: The sweep.
         config: The configuration of the search.
         termination: Whether the flow run is being terminated.
-        check_lead: Raises FencedError if another process leads the sweep by now; called before a trial starts.
+        check_lead: Raises FencedError if another process leads the sweep by now; called before a trial starts, and every half
+            minute.
 
     Raises:
         FencedError: If another process leads the sweep by now.
@@ -44,6 +48,7 @@ def lead_trials(
 
     """
     waiting, has_news, unused = _recovered(search, sweep), True, UnusedCriteria(config)
+    check_now_and_then = _now_and_then(check_lead)
     try:
         while True:
             termination.raise_if_requested()
@@ -60,6 +65,7 @@ def lead_trials(
             if not trials.num_running():
                 break
             ended = trials.take_ended(_POLL_S)
+            check_now_and_then()
             if ended:  # a trial that goes on is started again without an entry in the journal
                 check_lead()
             for number, end in ended.items():
@@ -76,6 +82,20 @@ def lead_trials(
     trials.close()
     _log_used_budget(search, config)
     search.raise_if_all_failed()
+
+
+def _now_and_then(check_lead: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls another one every half minute; running trials outlast an outage of the storage."""
+    checked_s = time.monotonic()
+
+    def check() -> None:
+        nonlocal checked_s
+        if time.monotonic() >= checked_s + _CHECK_S:
+            checked_s = time.monotonic()
+            with suppress(StorageError, OSError):
+                check_lead()
+
+    return check
 
 
 def _warn(lines: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelling, Crashed
 from prefect_servers import rows, wait_until
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, Manifest, RunBusyError, StorageError
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, Manifest, RunBusyError, StorageError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -63,11 +63,12 @@ from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialRepor
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.journal import list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
-from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries
+from prefect_torch.flows.sweeps.journal.stored_trials import read_trials, runs_without_entries
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, remove_lost_pin, undecided
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
+from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.training import backoff, outcomes
 from told_trainings import events_about
@@ -485,6 +486,23 @@ def test_a_trial_that_ends_with_its_sweep_is_not_started_again(run, monkeypatch,
     with pytest.raises(StorageError, match="no answer"):
         sweep("sweep_trainings:climb", space, {"pause_s": 0.01}, chosen, run=run, failure=budgets)
     assert "the training starts again" not in caplog.text
+
+
+def test_a_sweep_that_is_taken_over_ends_while_its_trials_run(run, monkeypatch):
+    monkeypatch.setattr(leading, "_CHECK_S", 0.0)
+    led, taken, take_ended = CheckpointStore.open(run.storage, run.name), [], LocalTrials.take_ended
+
+    def take_over(self, timeout_s):
+        if not taken:
+            taken.append(claim_attempt(led, Owner.current(str(uuid.uuid4())), world_size=0))
+        return take_ended(self, timeout_s)
+
+    monkeypatch.setattr(LocalTrials, "take_ended", take_over)
+    with pytest.raises(FencedError, match="attempt 1 of run 'digits' was overtaken by attempt 2"):
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, {"epochs": 300, "pause_s": 0.1}, search(num_trials=1), run=run)
+    (trial,) = read_trials(led).values()
+    newest = led.beside(trial.run).latest()
+    assert newest is None or newest.step < 299
 
 
 def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):
