@@ -103,8 +103,9 @@ def _claim(run: Run, claimant: Claimant) -> tuple[Attempt, Attempt | None]:
 
         if previous is None or is_of_owner(previous) or not any(map(is_of_owner, list_attempts(run))):
             claimed, _ = claim_after(previous, None)
-            is_own = previous is not None and previous.owner.flow_run_id == owner.flow_run_id
-            return claimed, previous if is_own else None  # another one's leader may live
+            if previous is None or previous.owner.flow_run_id == owner.flow_run_id or previous.owner.is_process_gone():
+                return claimed, previous
+            return claimed, None  # another one's leader may live
     return claim_unless_led(run, lambda attempt: refuse_if_alive(run, attempt, owner.flow_run_id), claim_after)
 
 

@@ -74,11 +74,11 @@ def test_task_runs_that_a_process_left_are_ended_unless_another_flow_run_is_take
         scaling=SimpleNamespace(most_workers=1, cluster=None),
         policy=RetentionPolicy(),
     )
-    one, other = (Owner.current(f"0b1c2d3e-0000-4000-8000-00000000000{number}") for number in (1, 2))
-    for owner in (replace(one, host="elsewhere/boot"), other, replace(other, pid=1)):
+    one, other, third = (Owner.current(f"0b1c2d3e-0000-4000-8000-00000000000{number}") for number in (1, 2, 3))
+    for owner in (replace(one, host="elsewhere/boot"), other, replace(other, started=0), third):
         with disable_run_logger():
             claim(store, job, SimpleNamespace(owner=owner, refuse_if_used_up=lambda store: None))
-    assert ended == ([2] if takeover else [1, 2])
+    assert ended == ([2, 3] if takeover else [1, 2, 3])
 
 
 def test_a_run_without_a_readable_claim_goes_on_unless_a_fresh_start_is_asked_for(seed):
