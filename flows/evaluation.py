@@ -179,7 +179,7 @@ def evaluate(
     gpus, machines = gpus_for(scaling), machines_for(scaling)
     spec = configured_storage(storage)
     packed = None if working_dir is None else pack_directory(working_dir, spec.url, check_evaluation_name(name))
-    function = pack_function(eval_fn, config, evaluates=True)
+    function = pack_function(eval_fn, config, working_dir, evaluates=True)
     job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)

@@ -107,7 +107,7 @@ def plan(
     scaling, run = scaling or ScalingConfig(), run or RunConfig()
     lines = [
         *_found("working_dir", lambda: _check_working_dir(run)),
-        *_found("function", lambda: _check_function(train_fn, config)),
+        *_found("function", lambda: _check_function(train_fn, config, run)),
         *_found("gpus", lambda: _check_gpus(scaling)),
         *_found("grace", lambda: _check_grace(scaling, failure or FailureConfig())),
     ]
@@ -157,8 +157,8 @@ def _check_working_dir(run: RunConfig) -> Iterator[PlanLine]:
         yield PlanLine("working_dir", "ok", f"{packed.stored.root}, of which {show_bytes(packed.stored.bytes)} come along")
 
 
-def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None) -> Iterator[PlanLine]:
-    packed = pack_function(train_fn, config)
+def _check_function(train_fn: str | TrainFunction, config: dict[str, Any] | None, run: RunConfig) -> Iterator[PlanLine]:
+    packed = pack_function(train_fn, config, run.working_dir)
     yield PlanLine("function", "ok", f"{packed.name}, with {show_bytes(len(packed.payload))} of arguments")
 
 

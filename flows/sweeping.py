@@ -290,12 +290,12 @@ def _training(
             scaling = scaling.model_copy(update={"cluster": load_cluster(scaling.cluster)})
         if run.working_dir is not None:  # once, so that all trials run the same code
             working_dir = pack_directory(run.working_dir, storage.url)
-        function = pack_function(train_fn, {}).name
+        function = pack_function(train_fn, {}, run.working_dir).name
     else:
         check_deployment(trials_on, run, storage)
         function = reference_to(train_fn)
     training = Training(
-        lambda whole: pack_function(train_fn, whole),
+        lambda whole: pack_function(train_fn, whole, run.working_dir),
         storage,
         config or {},
         scaling,

@@ -194,7 +194,7 @@ def _job(
     storage = configured_storage(run.storage, run.storage_deadline_s, run.sync)
     working_dir = None if run.working_dir is None else pack_directory(run.working_dir, storage.url)
     return TrainJob(
-        function=pack_function(train_fn, config),
+        function=pack_function(train_fn, config, run.working_dir),
         store=CheckpointStore.open(storage, run.name or name_of_flow_run()),
         initial_checkpoint=None if resume_from is None else committed_checkpoint(resume_from, storage),
         scaling=scaling,

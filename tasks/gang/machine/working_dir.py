@@ -5,7 +5,6 @@ import io
 import math
 import os
 import stat
-import sys
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -92,8 +91,6 @@ def pack_directory(directory: str | Path, storage: str, evaluation: str | None =
         raise ValueError(
             f"working_dir={directory!r} is the storage, whose checkpoints are not code: store them in a directory below"
         )
-    if str(root) not in sys.path:
-        sys.path.append(str(root))  # so that a function in one of its modules is found here, too
     sizes = {path: path.stat().st_size for path in _files(root, storage)}
     if sum(sizes.values()) > _MOST_BYTES:
         raise ValueError(_explain_size(root, sizes))

@@ -16,7 +16,7 @@ from prefect_torch.ckpt.context import context_or_none
 from prefect_torch.ckpt.text import name_of
 
 from .code_pickle import dump
-from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable
+from .function_reference import TrainFunction, check_reference, check_signature, import_function, is_importable, search
 from .shadowing import check_is_package
 
 _unpacking: list[str] = []  # names of the functions whose module this rank is importing
@@ -45,13 +45,20 @@ class PackedFunction:
     evaluates: bool = False
 
 
-def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, *, evaluates: bool = False) -> PackedFunction:
+def pack_function(
+    function: str | TrainFunction,
+    config: dict[str, Any] | None,
+    working_dir: str | Path | None = None,
+    *,
+    evaluates: bool = False,
+) -> PackedFunction:
     """Return `function` and `config` in a form that pickles; a reference is looked up, not imported.
 
     Args:
         function: "module:function", "path/to/file.py:function", or the function itself. A function that a new interpreter
             can import is pickled by name, any other by value (cloudpickle), with the globals of its module that it uses.
         config: The argument of the function, if it takes one.
+        working_dir: The directory whose copy ranks run in; None if they run in the process's own.
         evaluates: Whether it evaluates a checkpoint.
 
     Raises:
@@ -75,8 +82,9 @@ def pack_function(function: str | TrainFunction, config: dict[str, Any] | None, 
     reference, parameter = None, "eval_fn" if evaluates else "train_fn"
     value: TrainFunction | None = None
     if isinstance(function, str):
-        name = reference = check_reference(function, parameter)
+        name = reference = check_reference(function, parameter, working_dir)
     elif callable(function):
+        search(working_dir)
         value = check_signature(function, evaluates=evaluates)
         name = name_of(value)
     else:

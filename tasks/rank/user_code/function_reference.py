@@ -21,9 +21,28 @@ TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
+_added: list[str] = []  # what `search` has added to `sys.path`: these strings, since others may add equal ones
 
 
-def check_reference(reference: str, parameter: str = "train_fn") -> str:
+def search(working_dir: str | Path | None) -> None:
+    """Let this process, too, find modules in `working_dir`, then in its own working directory, before those of earlier calls.
+
+    They come after the search path that the process has without them, and stay: what ranks return or raise is found there.
+    """
+    directories = [] if working_dir is None else [str(Path(working_dir).expanduser().resolve())]
+    if "" not in sys.path:  # the process of a worker does not search its working directory
+        directories.append(str(Path.cwd()))
+    end = next((number for number, entry in enumerate(sys.path) if _is_added(entry)), len(sys.path))
+    first = [it for it in directories if it not in sys.path[:end]]
+    sys.path[end:] = [*first, *(it for it in sys.path[end:] if not (it in first and _is_added(it)))]
+    _added[:] = [*first, *(it for it in _added if it not in first)]
+
+
+def _is_added(entry: str) -> bool:
+    return any(entry is it for it in _added)
+
+
+def check_reference(reference: str, parameter: str = "train_fn", working_dir: str | Path | None = None) -> str:
     """Return `reference`, with the path of a file made absolute; its module is not imported.
 
     Nor are the packages that it is in, unless one of them itself says where its modules are (`__path__`).
@@ -31,11 +50,13 @@ def check_reference(reference: str, parameter: str = "train_fn") -> str:
     Args:
         reference: "module:function" or "path/to/file.py:function".
         parameter: The name of the flow's parameter that it was given as, for errors.
+        working_dir: The directory whose copy ranks run in; None if they run in the process's own.
 
     Raises:
         ValueError: If there is no such module, file or function.
 
     """
+    search(working_dir)
     match, given = _REFERENCE.fullmatch(reference), f"{parameter} {reference!r}"
     if match is None:
         raise ValueError(f"{given}: give 'module:function' or 'path/to/file.py:function'")
@@ -56,8 +77,6 @@ def check_reference(reference: str, parameter: str = "train_fn") -> str:
 
 
 def _find_module(name: str, given: str) -> Path | None:
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # the process of a worker does not search its working directory
     try:
         spec = _find_afresh(name) or importlib.util.find_spec(name)
     except Exception as exc:  # a package that is imported may raise anything

@@ -57,6 +57,24 @@ def test_a_reference_is_found_in_the_working_folder(folder, place, name):
     assert in_a_new_interpreter(pack_function(f"{place}:{name}", {"a": 1})) == "('beside', {'a': 1})"
 
 
+def test_each_call_finds_the_modules_of_its_own_directory(tmp_path, monkeypatch):
+    """Also where an earlier call from another directory, or with another `working_dir`, has found one of the same name."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    for name in ("a", "b", "project", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "their_training.py").write_text(
+            f"def train_fn(): pass\ndef in_{name}(config):\n    return {name!r}\n"
+        )
+    for name in ("a", "b", "a"):
+        monkeypatch.chdir(tmp_path / name)
+        assert in_a_new_interpreter(pack_function(f"their_training:in_{name}", {})) == name
+    for name in ("project", "other", "project"):
+        pack_function(f"their_training:in_{name}", {}, tmp_path / name)
+    monkeypatch.syspath_prepend(tmp_path / "b")
+    pack_function("their_training:in_b", {}, tmp_path / "project")  # what the process itself searches comes first
+    assert str(tmp_path / "b") == sys.path[0]
+
+
 def test_a_function_that_travels_by_value_keeps_the_file_of_its_code():
     """Tracebacks show its lines, `inspect` its source."""
 
