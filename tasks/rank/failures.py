@@ -75,6 +75,7 @@ _OF_CUDA: dict[int, tuple[str, RankFailureKind]] = {
     802: ("system not yet initialized", "infrastructure"),
 }
 _CUDA_ERROR = "CUDA error: "
+_NO_THREAD = "can't start new thread"  # of CPython; such a limit may be reached for a moment only
 _OF_PREFECT = "httpx.HTTPError"
 _OF_PAGES = (JSONDecodeError, UnicodeDecodeError)  # what Prefect's client raises for the page of a proxy, with status 200
 # Gloo throws a plain RuntimeError whose text begins with the location in its source, or with what torch was about to do: to
@@ -181,6 +182,8 @@ def counts_against(error: BaseException) -> FailureKind:
         return "infrastructure"
     if isinstance(error, StorageFullError) or is_of_full_disk(error):
         return "user"
+    if type(error) is RuntimeError and str(error) == _NO_THREAD:
+        return "infrastructure"
     kind = of_exception(error)
     if kind == "out_of_memory":
         return kind

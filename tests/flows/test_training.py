@@ -600,7 +600,7 @@ def test_a_store_that_gets_no_thread_fails_the_training_in_seconds(run, monkeypa
     monkeypatch.setattr(rendezvous, "_tcp_store", fail_to_serve)
     began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        train(lambda: None, scaling=ScalingConfig(num_workers=2), run=run)
+        train(lambda: None, scaling=ScalingConfig(num_workers=2), run=run, failure=NO_RESTARTS)
     assert time.monotonic() - began_s < 40
 
 

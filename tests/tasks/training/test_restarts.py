@@ -207,6 +207,8 @@ def test_an_attempt_of_this_process_is_counted_once(store, rerun):
         (OSError(errno.ENOSPC, "No space left on device"), "user"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "user"),
         (MemoryError(), "out_of_memory"),
+        (RuntimeError("can't start new thread"), "infrastructure"),
+        (RuntimeError("x"), "final"),
         (ValueError("x"), "final"),
     ],
 )
