@@ -102,14 +102,19 @@ class RetentionSchedule:
             self._backoff.record()
             self._bytes_since_prune = 0
             with TagsContext(current_tags=set()):  # under a tag with a concurrency limit, it would wait for the attempt
-                self._running = prune_checkpoints.submit(
-                    self._job.store.storage,
-                    self._job.run,
-                    self._policy,
-                    limits=PruneLimits(self._in_use, recorded, self._attempt),
-                    memory=self._memory,
-                    garbage=self._is_garbage_due(),
-                )
+                try:
+                    self._running = prune_checkpoints.submit(
+                        self._job.store.storage,
+                        self._job.run,
+                        self._policy,
+                        limits=PruneLimits(self._in_use, recorded, self._attempt),
+                        memory=self._memory,
+                        garbage=self._is_garbage_due(),
+                    )
+                except RuntimeError as exc:  # no thread is left for the moment
+                    get_run_logger().warning("a prune could not be started, and is tried again: %s", exc)
+                    self._changed = True
+                    return
             self._running.add_done_callback(self._finished)
 
     def _may_drop(self, recorded: str) -> bool:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from prefect import tags
 from prefect.context import TagsContext
+from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import Plan, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
@@ -87,6 +88,20 @@ def test_where_deletions_are_refused_an_attempt_prunes_once(prunes):
         newest = commit(retention, step)
     retention.finish(newest)
     assert len(prunes.asked) == 1
+
+
+def test_a_prune_that_gets_no_thread_is_tried_again_and_stops_no_training(prunes, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    retention = schedule(ManifestMemory())
+    with monkeypatch.context() as full, disable_run_logger():
+        full.setattr(prunes, "submit", fail)
+        for step in range(2):
+            newest = commit(retention, step)
+        retention.finish(newest)
+    retention.prune_due(newest)
+    assert [asked["limits"].up_to for asked in prunes.asked] == [newest]
 
 
 def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_memory(prunes):
