@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 from prefect import flow
-from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_evaluation_name
 from prefect_torch.ckpt.runs.index.reading import read_manifests
@@ -229,10 +229,21 @@ def _choose(
 
 def _new_checkpoints(store: CheckpointStore, name: str, pause: Callable[[], None] | None) -> Iterator[CheckpointRef]:
     looks: dict[str, int] = {}
+    has_looked = is_away = False
     while True:
-        may_come = pause is not None and is_being_trained(store)  # checked first, so that the last checkpoints are found below
-        with library_logs_in_run():
-            new = _unevaluated(store, name, looks)
+        try:
+            may_come = pause is not None and is_being_trained(store)  # checked first, so that the last ones are found below
+            with library_logs_in_run():
+                new = _unevaluated(store, name, looks)
+        except StorageError as exc:
+            if pause is None or not has_looked:
+                raise
+            if not is_away:  # the training waits for it, too
+                get_run_logger().warning("%s; new checkpoints are looked for again once it answers", exc)
+            is_away = True
+            pause()
+            continue
+        has_looked, is_away = True, False
         yield from new
         if pause is None or not (may_come or new):
             return
@@ -252,8 +263,8 @@ def _unevaluated(store: CheckpointStore, name: str, looks: dict[str, int]) -> li
 
     """
     listed = [it for it in store.listed() if looks.setdefault(it.id, _MOST_LOOKS) > 0]
-    looks.update({it.id: looks[it.id] - 1 for it in listed})
     new = read_manifests(store, listed)
+    looks.update({it.id: looks[it.id] - 1 for it in listed})
     looks.update({manifest.id: 0 for manifest in new})
     return [CheckpointRef(store.spec, store.run, manifest.id) for manifest in new if name not in manifest.evaluations]
 

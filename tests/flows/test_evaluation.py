@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed, Running, Scheduled, Suspended
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import api_that_answers
-from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
+from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -32,7 +32,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.flows import CheckpointConfig, Hosts, NotEnoughMachinesError, Result, ScalingConfig, evaluate
 from prefect_torch.flows.arguments import committed_checkpoint, find_named
 from prefect_torch.flows.calls.cluster_runner import ClusterThreads
-from prefect_torch.flows.evaluation import _unevaluated
+from prefect_torch.flows.evaluation import _MOST_LOOKS, _new_checkpoints, _unevaluated
 from prefect_torch.tasks.rank.program.call import _as_metrics
 from prefect_torch.tasks.training.liveness import is_being_trained
 from prefect_torch.tasks.training.observers import Observers
@@ -124,6 +124,31 @@ def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_eva
     assert f"checkpoint {first} of run 'run' is skipped: it does not exist, or was pruned" in caplog.text
     assert [(manifest.id, manifest.evaluations) for manifest in store.list()] == [(second, ()), (third, ("eval",))]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]
+
+
+def test_an_evaluation_that_watches_waits_for_a_storage_that_is_away(tmp_path, monkeypatch, caplog):
+    store, is_away, pauses = fill(tmp_path, [0]), [], []
+
+    def read(*given):
+        if is_away:
+            raise StorageError("the bucket does not answer")
+        return read_manifests(*given)
+
+    def pause():
+        pauses.append(0)
+        if len(pauses) == 1:
+            fill(tmp_path, [1])
+            is_away.append(True)
+        elif len(pauses) == _MOST_LOOKS + 2:
+            is_away.clear()
+
+    monkeypatch.setattr("prefect_torch.flows.evaluation.read_manifests", read)
+    monkeypatch.setattr("prefect_torch.flows.evaluation.is_being_trained", lambda _: len(pauses) <= _MOST_LOOKS + 2)
+    assert [it.checkpoint_id for it in _new_checkpoints(store, "eval", pause)] == sorted(store.ids())
+    assert caplog.text.count("the bucket does not answer; new checkpoints are looked for again once it answers") == 1
+    is_away.append(True)
+    with pytest.raises(StorageError, match="the bucket does not answer"):  # at the first look, which nobody has to wait for
+        next(_new_checkpoints(store, "eval", pause))
 
 
 def test_a_checkpoint_of_no_run_is_an_error_beside_those_that_are_evaluated(tmp_path):
