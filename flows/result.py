@@ -103,11 +103,11 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the curves, the kept checkpoints, and the lines that load one."""
-        last = self.history[-1].step if self.history else None
+        steps = [record.step for record in self.history if not record.is_logged]
         ending = "completed" if self.completed else "failed" if self.error is not None else "not completed"
         outcome = f"{ending}, {self.attempts} attempt{'s' * (self.attempts != 1)}"
-        if last is not None:
-            outcome += f", {len(self.history)} report{'s' * (len(self.history) != 1)} up to step {last}"
+        if steps:
+            outcome += f", {len(steps)} report{'s' * (len(steps) != 1)} up to step {steps[-1]}"
         if self.error is not None:
             line, _, _ = str(self.error).strip().partition("\n")
             outcome += f"; {line or type(self.error).__name__}"

@@ -304,6 +304,16 @@ def test_a_run_is_shown(storage, command, as_json):
     assert "quarantined as damaged: " in out
 
 
+def test_what_a_logger_recorded_is_no_report(local, as_json):
+    store = train(local)
+    history = HistoryWriter(store, 2)
+    history.append(MetricRecord(2, 900, {"lr": 0.1}, None, "2036-01-01T00:00:00+00:00", is_logged=True))
+    history.flush()
+    shown = as_json("show", local, "run")
+    assert (shown["reports"], shown["last_report_at"] < "2036") == (5, True)
+    assert "lr" in [metric["name"] for metric in shown["metrics"]]
+
+
 def test_a_metric_that_is_a_text_has_no_extremes(local, command):
     store = train(local)
     history = HistoryWriter(store, 2)

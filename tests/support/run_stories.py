@@ -26,6 +26,10 @@ def record(attempt, step, at_s=0.0, checkpoint=None, **metrics):
     return MetricRecord(attempt, step, metrics, checkpoint, iso(at_s))
 
 
+def logged(attempt, step, at_s=0.0, **metrics):
+    return MetricRecord(attempt, step, metrics, None, iso(at_s), is_logged=True)
+
+
 def told(number, claimed_s, steps, ended_s=None, ending=None, saved=(), stall_s=0.0, resumed_from=None, flow_run="a",
          unmeasured=()):  # fmt: skip
     """Return an attempt that reports step `s` at `steps[s]` seconds, and commits those in `saved`."""

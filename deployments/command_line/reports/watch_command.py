@@ -195,9 +195,9 @@ def _headline(run: str, view: View) -> Text:
 
 
 def _speed(view: View) -> str:
-    if not view.history:
+    last = next((record for record in reversed(view.history) if not record.is_logged), None)
+    if last is None:
         return "no reports yet"
-    last = view.history[-1]
     age = show_age((datetime.now(timezone.utc) - _time(last)).total_seconds())
     speed = steps_per_s(view.history)
     return f"step {last.step}, {age} ago{'' if speed is None else f', {speed:.3g} steps/s'}"

@@ -80,6 +80,7 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     are_gone = [attempt.owner.is_process_gone() for attempt in attempts]  # before the outcomes, too
     outcomes = {outcome.attempt: outcome for outcome in read_outcomes(store)}
     history = read_history(store)
+    reported_at = [record.reported_at for record in history if not record.is_logged]
     return {
         "name": store.run,
         "path": store.path,
@@ -87,9 +88,9 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
             _describe_attempt(AttemptStatus(it, outcomes.get(it.number), is_gone), is_newest=it is attempts[-1])
             for it, is_gone in zip(attempts, are_gone, strict=True)
         ],
-        "reports": len(history),
-        "first_report_at": history[0].reported_at if history else None,
-        "last_report_at": history[-1].reported_at if history else None,
+        "reports": len(reported_at),
+        "first_report_at": reported_at[0] if reported_at else None,
+        "last_report_at": reported_at[-1] if reported_at else None,
         "metrics": [asdict(summary) for summary in summarize_metrics(history)],
         "quarantined": [{"id": checkpoint_id, "reason": reason} for checkpoint_id, reason in why_quarantined(store).items()],
     }

@@ -98,11 +98,12 @@ class AttemptLog:
         attempt: The claim of the attempt.
         outcome: Its outcome; None while it runs, or if its leader was killed.
         ended_s: The time of its end, or of its last sign of life if its leader was killed; None while it runs.
-        num_reports: The number of rank 0's reports.
-        first_report_s: The time of the first report; None without reports.
-        last_report_s: The time of the last report; None without reports.
-        first_step: The step of the first report.
-        last_step: The step of the last report.
+        num_records: The number of rank 0's reports, and of the records that it logged between them.
+        first_record_s: The time of the first of these records; None without one.
+        last_record_s: The time of the last of these records; None without one.
+        first_step: The step of the first report; None without reports. A logger may count steps differently.
+        last_step: The step of the last report; None without reports.
+        stepping_s: The seconds between these two reports.
         checkpoints: The report times of its checkpoints, and how long they stalled the training.
         ranks: The URL of each rank's task run; empty if this process has not started the ranks.
 
@@ -111,11 +112,13 @@ class AttemptLog:
     attempt: Attempt
     outcome: Outcome | None = None
     ended_s: float | None = None
-    num_reports: int = 0
-    first_report_s: float | None = None
-    last_report_s: float | None = None
+    num_records: int = 0
+    first_record_s: float | None = None
+    last_record_s: float | None = None
     first_step: int | None = None
     last_step: int | None = None
+    stepping_s: float = 0.0
+    _first_report_s: float = 0.0
     checkpoints: CommitMarks = field(default_factory=CommitMarks)
     ranks: Mapping[int, str] = field(default_factory=dict)
 
@@ -142,19 +145,22 @@ class AttemptLog:
     @property
     def steps_per_s(self) -> float | None:
         """The mean number of steps per second between its first and its last report; None before the second."""
-        if self.first_step is None or self.last_step is None or self.first_report_s is None or self.last_report_s is None:
+        if self.first_step is None or self.last_step is None:
             return None
-        passed_s = self.last_report_s - self.first_report_s
-        return (self.last_step - self.first_step) / passed_s if passed_s > 0 and self.last_step > self.first_step else None
+        steps = self.last_step - self.first_step
+        return steps / self.stepping_s if self.stepping_s > 0 and steps > 0 else None
 
     def record_report(self, record: MetricRecord) -> None:
-        """Record a report."""
+        """Record a report, or metrics that were logged between two."""
         at_s = seconds_of(record.reported_at)
-        self.num_reports += 1
-        self.first_report_s = at_s if self.first_report_s is None else self.first_report_s
-        self.last_report_s = at_s
-        self.first_step = record.step if self.first_step is None else self.first_step
-        self.last_step = record.step
+        self.num_records += 1
+        self.first_record_s = at_s if self.first_record_s is None else self.first_record_s
+        self.last_record_s = at_s
+        if record.is_logged:
+            return
+        if self.first_step is None:
+            self.first_step, self._first_report_s = record.step, at_s
+        self.last_step, self.stepping_s = record.step, at_s - self._first_report_s
         if record.checkpoint is not None:
             self.checkpoints.record_report(record.checkpoint, at_s)
 
@@ -164,8 +170,8 @@ class AttemptLog:
             self.checkpoints.record_commit(checkpoint_id, stall_s)
 
     def last_seen_s(self) -> float:
-        """Return the time of its last sign of life: its claim or its last report."""
-        return max(self.claimed_s, self.last_report_s or 0.0)
+        """Return the time of its last sign of life: its claim or its last record."""
+        return max(self.claimed_s, self.last_record_s or 0.0)
 
 
 def resume_points(logs: Sequence[AttemptLog]) -> dict[int, Position]:

@@ -105,10 +105,10 @@ def _between(before: AttemptLog, log: AttemptLog, pause_s: float) -> TimeSpent:
 def _within(
     log: AttemptLog, begun_s: float, ended_s: float, resume_point: Position, interval_s: float | None, mean_stall_s: float
 ) -> TimeSpent:
-    if log.first_report_s is None:
+    if log.first_record_s is None:
         return TimeSpent(restarting=ended_s - begun_s)
-    first_step_s = log.first_report_s - begun_s if interval_s is None else interval_s
-    worked_from_s = _clamp(log.first_report_s - first_step_s, begun_s, ended_s)
+    first_step_s = log.first_record_s - begun_s if interval_s is None else interval_s
+    worked_from_s = _clamp(log.first_record_s - first_step_s, begun_s, ended_s)
     kept_until_s = _clamp(_kept_until_s(log, resume_point, ended_s), worked_from_s, ended_s)
     stalls = [
         (mark.reported_s, mark.stall_s + mean_stall_s * max(0, mark.num_reported - mark.num_timed))
@@ -139,11 +139,11 @@ def _kept_until_s(log: AttemptLog, resume_point: Position, ended_s: float) -> fl
 
 
 def _mean_interval_s(logs: Sequence[AttemptLog]) -> float | None:
-    """Return the mean time between two reports of an attempt; None if no attempt had two."""
+    """Return the mean time between two records of an attempt; None if no attempt had two."""
     spans = [
-        (log.last_report_s - log.first_report_s, log.num_reports - 1)
+        (log.last_record_s - log.first_record_s, log.num_records - 1)
         for log in logs
-        if log.first_report_s is not None and log.last_report_s is not None
+        if log.first_record_s is not None and log.last_record_s is not None
     ]
     count = sum(number for _, number in spans)
     return sum(span_s for span_s, _ in spans) / count if count else None

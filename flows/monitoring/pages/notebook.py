@@ -11,7 +11,7 @@ from prefect_torch.flows.monitoring.pages.drawing.chart import draw_curves
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curves
 from prefect_torch.flows.monitoring.text import show_number
 
-from .attempt_log import Position
+from .attempt_log import END, Position
 
 _MAX_CHECKPOINTS, _MAX_METRICS = 10, 8
 _LEFT = ' style="text-align:left"'  # a notebook's own style centres heads, or moves cells to the right
@@ -40,14 +40,18 @@ def curves_svg(history: Sequence[MetricRecord]) -> str | None:
     for record in history:
         curves.add(record)
     first_steps = first_step_of_attempts(history)
-    return draw_curves(curves.sorted(None), kept_until(first_steps), first_steps)
+    newest = max((record.attempt for record in history), default=0)
+    # Nothing is kept of an attempt that logged metrics but made no report, unless it is the newest.
+    until = {record.attempt: END if record.attempt == newest else (record.attempt, -1) for record in history}
+    return draw_curves(curves.sorted(None), until | kept_until(first_steps), first_steps)
 
 
 def first_step_of_attempts(history: Sequence[MetricRecord]) -> dict[int, int]:
-    """Return the first step that each attempt reported."""
+    """Return the first step that each attempt reported, by the attempts with reports; a logger's steps may be others."""
     found: dict[int, int] = {}
     for record in history:
-        found[record.attempt] = min(record.step, found.get(record.attempt, record.step))
+        if not record.is_logged:
+            found[record.attempt] = min(record.step, found.get(record.attempt, record.step))
     return found
 
 

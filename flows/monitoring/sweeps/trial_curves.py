@@ -66,7 +66,7 @@ def read_curve(run: Run, metric: str) -> TrialCurve:
         tuple(points),
         {step: values[step][1] for step, _ in points},
         newest_of_each(history),
-        max((record.step for record in history), default=None),
+        max((record.step for record in history if not record.is_logged), default=None),
         status.attempt.owner.flow_run_id,
         status.attempt.number,
         is_over=not status.may_be_alive,

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import os
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -246,3 +247,15 @@ def test_the_speed_is_that_of_the_newest_reports():
     assert steps_per_s([record(0, 0), record(100, 50)]) == 2
     assert steps_per_s([record(1, 1)]) is None
     assert steps_per_s([record(step, step) for step in range(30)]) == 1
+
+
+def test_the_step_and_the_speed_are_those_of_reports_not_of_a_logger():
+    history = [
+        record(0, 0),
+        replace(record(500, 5, lr=1), is_logged=True),
+        record(1, 10),
+        replace(record(999, 19), is_logged=True),
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(watch_command._picture("run", watch_command.View(None, history, ()), 80))
+    assert re.search(r"^step 1, .* ago, 0\.1 steps/s *$", console.file.getvalue(), re.MULTILINE)

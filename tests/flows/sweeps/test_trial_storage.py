@@ -53,6 +53,15 @@ def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
     assert read_curve(run, "loss").metrics == end_of_returned(run, None).metrics == {"loss": 3.0, "test_accuracy": 0.9}
 
 
+def test_the_step_of_a_trial_is_that_of_its_reports(run):
+    claim_attempt(run, Owner.current(), world_size=1)
+    reported(run, {"loss": 3.0}, {"loss": 2.0})
+    writer = HistoryWriter(run, 2)
+    writer.append(MetricRecord(2, 500, {"lr": 0.1}, None, "2026-11-21T00:00:00+00:00", is_logged=True))
+    writer.flush()
+    assert read_curve(run, "loss").step == 1
+
+
 def test_a_returned_dict_is_the_last_report(run):
     reported(run, {"loss": 3.0, "epoch": 1})
     assert end_of_returned(run, {"loss": 1.0}).metrics == {"loss": 1.0, "epoch": 1}

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, find_score, flatten_metrics
@@ -16,6 +16,8 @@ _HELD_POINTS = 4 * MAX_POINTS
 LARGEST = 1e300  # differences of larger numbers overflow
 
 Point: TypeAlias = tuple[int, float]
+_HeldPoint: TypeAlias = tuple[int, float, float]  # and the position of the record in its attempt, as resume points have it
+_AnyPoint = TypeVar("_AnyPoint", Point, _HeldPoint)
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class Curve:
         low: Its smallest finite number; None before the first.
         high: Its largest finite number; None before the first.
         num_odd: The number of values that are NaN or infinite.
-        points: Step and value of each report with a finite number, thinned, by attempt.
+        points: Step, value and position of each record with a finite number, thinned, by attempt.
 
     """
 
@@ -37,10 +39,10 @@ class Curve:
     low: float | None = None
     high: float | None = None
     num_odd: int = 0
-    points: dict[int, list[Point]] = field(default_factory=dict)
+    points: dict[int, list[_HeldPoint]] = field(default_factory=dict)
 
-    def add(self, attempt: int, step: int, value: MetricValue) -> None:
-        """Add a value."""
+    def add(self, attempt: int, step: int, value: MetricValue, position: float) -> None:
+        """Add a value, which belongs to the work up to step `position` of the attempt's reports."""
         self.last = value
         number = _number(value)
         if number is None:
@@ -51,7 +53,7 @@ class Curve:
         self.low = number if self.low is None else min(self.low, number)
         self.high = number if self.high is None else max(self.high, number)
         points = self.points.setdefault(attempt, [])
-        points.append((step, number))
+        points.append((step, number, position))
         if len(points) > _HELD_POINTS:
             self.points[attempt] = thin(points, _HELD_POINTS // 2)
 
@@ -62,7 +64,12 @@ class Curve:
             resume_points: The resume point of each attempt.
 
         """
-        kept = [(step, value) for attempt, step, value in self._all() if (attempt, step) <= resume_points[attempt]]
+        kept = [
+            (step, value)
+            for attempt, points in self.points.items()
+            for step, value, position in points
+            if (attempt, position) <= resume_points[attempt]
+        ]
         return thin(kept, MAX_POINTS)
 
     def best(self, resume_points: Mapping[int, Position], order: Order) -> Point | None:
@@ -79,15 +86,10 @@ class Curve:
     def lost(self, resume_points: Mapping[int, Position], most: int) -> list[list[Point]]:
         """Return what was trained again later: a line for each of the newest `most` attempts that lost reports."""
         lines = [
-            [(step, value) for step, value in points if (attempt, step) > resume_points[attempt]]
+            [(step, value) for step, value, position in points if (attempt, position) > resume_points[attempt]]
             for attempt, points in self.points.items()
         ]
         return [thin(line, MAX_POINTS // 4) for line in lines if line][-most:]
-
-    def _all(self) -> Iterator[tuple[int, int, float]]:
-        for attempt, points in self.points.items():
-            for step, value in points:
-                yield attempt, step, value
 
 
 class Curves:
@@ -95,17 +97,22 @@ class Curves:
 
     def __init__(self) -> None:
         self._by_name: dict[str, Curve] = {}
+        self._reported: dict[int, int] = {}  # the step of each attempt's last report
         self.left_out: set[str] = set()
 
     def add(self, record: MetricRecord) -> None:
-        """Add a report."""
+        """Add a report, or metrics that were logged since the report added before."""
+        if record.is_logged:  # by a step that may count something else than the reports' does
+            position = self._reported.get(record.attempt, -1) + 0.5
+        else:
+            position = self._reported[record.attempt] = record.step
         for name, value in flatten_metrics(record.metrics):
             if name not in self._by_name:
                 if len(self._by_name) == MAX_CURVES:
                     self.left_out.add(name)
                     continue
                 self._by_name[name] = Curve(name)
-            self._by_name[name].add(record.attempt, record.step, value)
+            self._by_name[name].add(record.attempt, record.step, value, position)
 
     def sorted(self, first: str | None) -> list[Curve]:
         """Return the curves, the one named `first` at the front."""
@@ -120,7 +127,7 @@ def finite_values(history: Iterable[MetricRecord], metric: str) -> Iterator[tupl
             yield record, value
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
+def thin(points: Sequence[_AnyPoint], most: int) -> list[_AnyPoint]:
     """Return at most `most` of `points` with the same shape: the lowest and the highest of equally wide ranges of steps.
 
     Args:
@@ -130,11 +137,11 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    first, last = min(point[0] for point in points), max(point[0] for point in points)
     width = max(1, last - first) / (most // 2 - 1)  # and a range of its own for the last step
     chosen: dict[int, tuple[int, int]] = {}  # the indices of the lowest and of the highest, by range
-    for index, (step, value) in enumerate(points):
-        number = int((step - first) / width)
+    for index, point in enumerate(points):
+        number, value = int((point[0] - first) / width), point[1]
         low, high = chosen.get(number, (index, index))
         chosen[number] = (index if value < points[low][1] else low, index if value > points[high][1] else high)
     kept = sorted({index for pair in chosen.values() for index in pair})

@@ -4,14 +4,9 @@ import math
 import xml.etree.ElementTree as ET
 
 from prefect_torch.ckpt import Checkpoint
-from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.flows import Result
 from prefect_torch.flows.monitoring.pages.notebook import curves_svg, first_step_of_attempts, kept_until, result_html
-
-
-def record(attempt, step, **metrics):
-    return MetricRecord(attempt, step, metrics, None, "2026-01-01T00:00:00+00:00")
-
+from run_stories import logged, record
 
 HISTORY = [*(record(1, step, loss=1 / (step + 1)) for step in range(6)), *(record(2, step, loss=0.1) for step in range(4, 8))]
 BEST = [("/place/run/checkpoints/000002-00000007-aaaaaaaa", {"loss": 0.1, "n": {"<b>": math.nan}})]
@@ -35,6 +30,20 @@ def test_what_was_trained_again_is_pale():
     assert first_step_of_attempts(HISTORY) == {1: 0, 2: 4}
     assert kept_until({1: 0, 2: 4, 3: 2}) == {1: (1, 1), 2: (2, 1), 3: (3, math.inf)}
     assert curves_svg(HISTORY).count("<polyline") == 2
+
+
+def test_what_a_logger_records_by_its_own_steps_is_kept_with_the_report_after_it():
+    history = [*(it for step in range(3) for it in (logged(1, 100 * step, train=step), record(1, step, loss=step)))]
+    assert first_step_of_attempts(history) == {1: 0}
+    assert first_step_of_attempts([*history, logged(2, 300, train=3)]) == {1: 0}
+    again = [*history, logged(2, 300, train=3), logged(2, 350, train=3), logged(3, 300, train=3), record(3, 3, loss=3)]
+    pale = [picture.count('stroke-opacity="0.35"') for picture in map(curves_svg, (history, again))]
+    assert pale == [0, 1]  # attempt 2 made no report
+
+
+def test_only_reports_are_counted():
+    html = result(history=[record(1, 0, loss=1), logged(1, 500, lr=1)])._repr_html_()
+    assert ", 1 report up to step 0</p>" in html
 
 
 def test_a_result_without_numbers_and_one_that_failed_are_shown():

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.flows.monitoring.pages.attempt_log import resume_points
 from prefect_torch.flows.monitoring.pages.machine import GpuSample, GpuUse
 from prefect_torch.flows.monitoring.pages.run_view import RunView
 from prefect_torch.flows.monitoring.pages.setup import Setup
@@ -31,7 +32,7 @@ from prefect_torch.tasks.training.observers import (
     RanksStarted,
 )
 from ranks import Attempt, folder
-from run_stories import BEGUN_S, checkpoint_id, claim, record
+from run_stories import BEGUN_S, checkpoint_id, claim, logged, record
 from wrapped_storage import WrappedStorage
 
 POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
@@ -67,6 +68,27 @@ def test_a_running_training_shows_what_it_said_last(store):
     assert "left" not in page
     assert "2 in storage, 14 B in total" in page
     assert view.kept() == {checkpoint_id(1, 4): ("latest",), checkpoint_id(1, 3): ("best",)}
+
+
+def test_what_a_logger_records_by_its_own_steps_is_kept_with_the_report_after_it(store):
+    """A report in each epoch, and the logger's hundred batches before it; epoch 2 is lost, and trained again."""
+    epochs = [(1, 0), (1, 1), (1, 2), (2, 2)]
+    saved = {epoch: checkpoint_id(*epoch) for epoch in epochs[:2]}
+    told = [AttemptStarted(claim(1), None)]
+    for number, (attempt, epoch) in enumerate(epochs):
+        if attempt == 2:
+            told.append(AttemptStarted(claim(2, 40.0, saved[1, 1]), saved[1, 1]))
+        told += [ReportEvent(logged(attempt, 100 * epoch + 50, 10.0 * number, train=epoch))]
+        told += [ReportEvent(record(attempt, epoch, 10.0 * number + 5, saved.get((attempt, epoch)), val=epoch))]
+        told += [commit(attempt, epoch)] if (attempt, epoch) in saved else []
+    view = view_of(store, *told, ReportEvent(logged(2, 350, 39.0, train=3)))
+    curves = {curve.name: curve for curve in view.curves.sorted(None)}
+    points = resume_points(view.logs)
+    assert curves["val"].kept(points) == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert curves["train"].kept(points) == [(50, 0.0), (150, 1.0), (250, 2.0), (350, 3.0)]
+    assert curves["train"].lost(points, 5) == [[(250, 2.0)]]
+    assert [(log.first_step, log.last_step, log.steps_per_s) for log in view.logs] == [(0, 2, 0.1), (2, 2, None)]
+    assert "**running** · attempt 2 · step 2 · goodput" in page_of(view)
 
 
 def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
