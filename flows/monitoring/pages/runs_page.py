@@ -13,7 +13,7 @@ from prefect_torch.ckpt import CheckpointStore, Storage, StorageSpec
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.errors import CheckpointError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
-from prefect_torch.ckpt.runs.history import read_history
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -55,7 +55,7 @@ class RunRow:
         name: Its name.
         status: Its newest attempt.
         step: The step of its last report; None without reports, or if they were not read.
-        metric: The score, or the first metric that is a number; None without one.
+        metric: The score, or the first metric that is a number if no report has the score; None without one.
         best: The best value of the score, or the last of another metric.
         points: The curve of that metric.
         num_trials: The number of a sweep's trials; None for a training.
@@ -167,15 +167,22 @@ def _read_metrics(store: CheckpointStore, row: RunRow) -> RunRow:
     if not history:
         return _as_sweep(store, row)
     policy = row.status.attempt.policy
-    name = policy.checkpoint_score_attribute or next((key for key, _ in numbers_in(history[-1].metrics)), None)
-    by_step = {} if name is None else {record.step: value for record, value in finite_values(history, name)}
-    points = sorted(by_step.items())  # a step that was trained again has replaced the lost one
+    name = score = policy.checkpoint_score_attribute
+    points = _points(history, score)
+    if not points:  # also of a score that evaluations attach: to read those takes a request for each
+        name = next((key for key, _ in numbers_in(history[-1].metrics)), None)
+        points = _points(history, name)
     choose = max if policy.checkpoint_score_order == "max" else min
     best = None
     if points:
         values = [value for _, value in points]
-        best = values[-1] if policy.checkpoint_score_attribute is None else choose(values)
+        best = choose(values) if name == score else values[-1]
     return RunRow(row.name, row.status, history[-1].step, name, best, tuple(points))
+
+
+def _points(history: Sequence[MetricRecord], name: str | None) -> list[Point]:
+    by_step = {} if name is None else {record.step: value for record, value in finite_values(history, name)}
+    return sorted(by_step.items())  # a step that was trained again has replaced the lost one
 
 
 def _as_sweep(store: CheckpointStore, row: RunRow) -> RunRow:
@@ -204,7 +211,7 @@ def _cells(row: RunRow) -> Iterator[str]:
     yield plain_text(name) if page is None else f"[{link_text(name)}]({page})"
     yield row.status.state
     yield show_count(row.num_trials, "trial") if row.num_trials is not None else "" if row.step is None else str(row.step)
-    is_scored = row.num_trials is not None or attempt.policy.checkpoint_score_attribute is not None
+    is_scored = row.num_trials is not None or row.metric == attempt.policy.checkpoint_score_attribute
     which = "" if is_scored else " (last)"  # whether a low or a high value is better is unknown
     metric = plain_text(shorten(row.metric or "", _LONGEST_METRIC))
     yield "" if row.best is None else f"{metric} {show_number(row.best)}{which}"

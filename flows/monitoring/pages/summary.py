@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.runs.manifest import is_id
-from prefect_torch.ckpt.runs.retention import Order
+from prefect_torch.ckpt.runs.metrics import find_finite_score
+from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
-from prefect_torch.flows.monitoring.pages.drawing.curves import Curve
+from prefect_torch.flows.monitoring.pages.drawing.curves import Curve, Point
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
 from prefect_torch.flows.monitoring.text import fold_code, plain_text, shorten, show_duration, show_number, show_time
 
@@ -125,7 +126,8 @@ def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
     if picture is not None:
         yield f"![Metrics over steps]({as_data_url(picture)})"
         yield from _reading_aid(curves, later=len(first_steps) > 1)
-    yield from (f"\nBest: **{plain_text(name)} {show_number(value)}** at step {step}." for name, (step, value) in best.items())
+    named = best or _best_evaluated(view, first, order)
+    yield from (f"\nBest: **{plain_text(name)} {show_number(value)}** at step {step}." for name, (step, value) in named.items())
     yield from ("", "| metric | last | lowest | highest |", "| :-- | --: | --: | --: |")
     yield from (
         f"| {plain_text(shorten(it.name, 60))} | {plain_text(shorten(show_number(it.last), 40))} "
@@ -135,6 +137,14 @@ def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
     more = len(curves) - _MANY_METRICS + len(view.curves.left_out)
     if more > 0:
         yield from ("", f"Not shown: {show_count(more, 'metric')}; see `Result.from_storage(...).metrics_dataframe`.")
+
+
+def _best_evaluated(view: RunView, first: str | None, order: Order) -> dict[str, Point]:
+    """Return the step and the value of the best checkpoint, by the name of the score: an evaluation attached it."""
+    for checkpoint in sort_by_score(view.checkpoints.held, first, order)[:1]:
+        if first is not None and (value := find_finite_score(checkpoint.metrics, first)) is not None:
+            return {first: (checkpoint.step, value)}
+    return {}
 
 
 def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:

@@ -47,6 +47,7 @@ def leave_run(storage, name, losses, *, ending="completed", policy=BY_LOSS, atte
 def test_runs_stand_side_by_side_the_newest_first(storage, opened):
     leave_run(storage, "older", [3.0, 0.5, 1.0], attempts=2)
     leave_run(storage, "un_scored", [2.0, 4.0], ending="failed", policy=RetentionPolicy())
+    leave_run(storage, "evaluated", [2.0, 1.0, 3.0], policy=RetentionPolicy(2, "eval/error", "min"))
     leave_run(storage, "silent", [], ending=None)
     opened.clear()
     page = write_runs(storage.url, *read_runs(storage), now_s=0.0)
@@ -55,11 +56,12 @@ def test_runs_stand_side_by_side_the_newest_first(storage, opened):
     rows = [line for line in page.splitlines() if line.startswith("| [")]
     assert [re.sub(r"\(data:[^)]*\)|\d\d-\d\d \d\d:\d\d", "…", row) for row in rows] == [
         f"| [silent]({url}) | running |  |  |  | 1 | … |",
+        f"| [evaluated]({url}) | completed | 2 | loss 3 (last) | ![loss]… | 1 | … |",
         f"| [un_scored]({url}) | failed | 1 | loss 4 (last) | ![loss]… | 1 | … |",
         f"| [older]({url}) | completed | 2 | loss 0.5 | ![loss]… | 2 | … |",
     ]
     pictures = re.findall(r"base64,([^)]*)\)", page)
-    assert [ET.fromstring(base64.b64decode(picture)).tag for picture in pictures] == ["{http://www.w3.org/2000/svg}svg"] * 2
+    assert [ET.fromstring(base64.b64decode(picture)).tag for picture in pictures] == ["{http://www.w3.org/2000/svg}svg"] * 3
 
 
 def test_long_names_are_cut_so_that_every_column_has_room(storage):

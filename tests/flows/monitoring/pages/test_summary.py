@@ -147,6 +147,14 @@ def test_the_end_is_read_from_storage_where_others_prune_and_pin(store, tmp_path
     assert view.kept() == {kept.id: ("latest", "best", "pinned")}
 
 
+def test_the_best_by_a_score_that_evaluations_attach_is_named(store):
+    context = SummaryContext("/store/run", first_metric="eval/error", order="min")
+    told = [AttemptStarted(claim(1), None), ReportEvent(record(1, 0, loss=1.0)), commit(1, 0, loss=1.0)]
+    assert "Best:" not in page_of(view_of(store, *told), context)
+    evaluated = [commit(1, step, eval={"error": error}) for step, error in [(1, 0.5), (2, 0.25), (3, 0.75)]]
+    assert "\nBest: **eval/error 0.25** at step 2.\n" in page_of(view_of(store, *told, *evaluated), context)
+
+
 def test_errors_are_shortened_in_the_list_whole_at_the_top_and_no_markdown(store):
     error = f"rank 1 failed: ValueError: {'<b>*x*|' * 100}\n\nTraceback\n```\nline"
     page = page_of(view_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
