@@ -57,6 +57,7 @@ class _Running:
         earlier: The trial before its pause, where that has not ended yet: its ranks are winding down.
         is_requested: Whether Prefect's API has been asked for its flow run.
         flow_run_id: Its flow run; None while there is none.
+        is_cancelled: Whether its flow run is cancelled, and not the sweep's.
         value: What its function returned.
         error: What its flow run raised.
         has_ended: Whether the thread is done.
@@ -68,6 +69,7 @@ class _Running:
     earlier: "_Running | None" = None
     is_requested: bool = False
     flow_run_id: str | None = None
+    is_cancelled: bool = False
     value: Any = None
     error: BaseException | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
@@ -161,7 +163,7 @@ class LocalTrials:
 
     def terminate_cancelled(self) -> None:
         """Stop the trials whose flow runs are cancelled in Prefect, as no worker does; one request while any runs."""
-        led = {UUID(it.flow_run_id): it.termination for it in self._threads() if it.flow_run_id is not None}
+        led = {UUID(it.flow_run_id): it for it in self._threads() if it.flow_run_id is not None}
         if not led:
             return
         cancelled = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CANCELLING, StateType.CANCELLED]))
@@ -169,7 +171,8 @@ class LocalTrials:
         with get_client(sync_client=True) as client:
             found = list(read_pages(client.read_flow_runs, flow_run_filter=wanted))
         for one in found:
-            led[one.id].request(CancelledInPrefect())
+            led[one.id].is_cancelled = True
+            led[one.id].termination.request(CancelledInPrefect())
 
     def close(self) -> None:
         """Close the clients; see `TrialRuns`."""
@@ -217,7 +220,7 @@ class LocalTrials:
 
     def _end_of(self, running: _Running) -> TrialEnd | None:
         is_interrupted = running.termination.cause is not None or isinstance(running.error, TERMINATIONS)
-        if is_interrupted and not isinstance(running.termination.cause, CancelledInPrefect):
+        if is_interrupted and not running.is_cancelled:
             return None
         if running.is_requested and running.flow_run_id is None and isinstance(running.error, Exception):
             raise no_flow_run(running.trial, running.error) from running.error

@@ -19,7 +19,7 @@ from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.trials import local_trials
 from prefect_torch.flows.trials.local_trials import LocalTrials, _Running
 from prefect_torch.flows.trials.trial_runs import TrialDecisions
-from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.termination import CancelledInPrefect, TerminatedError, Termination
 
 
 def ended(run, flow_run_id, ending):
@@ -47,6 +47,16 @@ def test_a_trial_that_prefect_refuses_ends_the_sweep_and_goes_on_with_it(tmp_pat
         trials._end_of(start)
     start.termination.request(error)  # as of the others, when the sweep ends
     assert trials._end_of(start) is None
+
+
+def test_a_trial_that_waits_for_its_flow_run_while_the_sweep_is_cancelled_hides_no_other(tmp_path):
+    trials = LocalTrials(None, None, CheckpointStore.open(tmp_path, "sweep"))
+    waiting = _Running(TrialRecord(3, "sweep/trial-0003-0123abcd", {}, 0), Termination(0.0), is_requested=True)
+    waiting.error = TerminatedError("terminated (CancelledInPrefect)")
+    trials._running = {3: waiting}
+    trials.terminate(CancelledInPrefect())
+    waiting.has_ended.set()
+    assert trials.take_ended(0) == {3: None}
 
 
 def test_a_start_that_was_stopped_or_overtaken_ends_as_the_newest_attempt_does(tmp_path):
