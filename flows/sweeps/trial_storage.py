@@ -62,9 +62,10 @@ def end_of(run: Run, outcome: Outcome) -> TrialEnd | None:
     return TrialEnd("failed", reason, newest_of_each(read_history(run)))
 
 
-def end_of_error(error: BaseException) -> TrialEnd:
+def end_of_error(run: Run, error: BaseException) -> TrialEnd:
     """Return the end of a trial whose start has raised `error`, and recorded no outcome."""
-    return TrialEnd("failed", first_line(error) if isinstance(error, Exception) else repr(error))
+    reason = first_line(error) if isinstance(error, Exception) else repr(error)
+    return TrialEnd("failed", reason, newest_of_each(read_history(run)))
 
 
 def end_of_returned(run: Run, value: object) -> TrialEnd:

@@ -229,7 +229,7 @@ class LocalTrials:
         if status is not None and status.outcome is not None:
             return end_of(run, status.outcome)
         # Its outcome could not be stored, and is known here; or it has not trained.
-        return end_of_returned(run, running.value) if running.error is None else end_of_error(running.error)
+        return end_of_returned(run, running.value) if running.error is None else end_of_error(run, running.error)
 
 
 def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from commits import commit
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting.decisions import Verdict
@@ -31,10 +32,13 @@ def ended(run, flow_run_id, ending):
 def test_a_start_that_has_not_trained_ends_with_its_own_error_and_not_as_the_one_before(tmp_path, before):
     run = Run.open(tmp_path, "sweep/trial-0000-0123abcd")
     ended(run, "before", before)
+    commit(run, 1, loss=0.5)
     trials = LocalTrials(None, None, CheckpointStore.open(tmp_path, "sweep"))
     error = ValueError("working_dir='code': there is no directory code")
     start = _Running(TrialRecord(0, run.name, {}, 0), Termination(0.0), flow_run_id="now", error=error)
-    assert trials._end_of(start) == TrialEnd("failed", "ValueError: working_dir='code': there is no directory code")
+    assert trials._end_of(start) == TrialEnd(
+        "failed", "ValueError: working_dir='code': there is no directory code", {"loss": 0.5}
+    )
 
 
 @pytest.mark.parametrize(
