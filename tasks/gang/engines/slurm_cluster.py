@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar, Literal
 
 from prefect_torch.ckpt.text import show_count
@@ -148,17 +148,38 @@ def _end_allocation(name: str) -> None:
     Slurm keeps it after srun was killed: a pending allocation stays in the queue, and one with a lost machine holds the other
     machines until that machine returns.
     """
-    ends_s = time.monotonic() + _END_S
     try:
-        while (state := _run("squeue", "--noheader", f"--name={name}", "--format=%T")) not in {*_ENDS_BY_ITSELF, "PENDING"}:
-            if time.monotonic() > ends_s:
-                break
-            time.sleep(_POLL_S)
-        if state not in _ENDS_BY_ITSELF:
-            _run("scancel", f"--name={name}")
+        if not _ends_by_itself(name):
+            _cancel(name)
     except (OSError, subprocess.SubprocessError) as exc:
         said = getattr(exc, "stderr", None) or exc
         get_run_logger().warning("the job %s may be left in Slurm, end it by scancel --name=%s: %s", name, name, said)
+
+
+def _ends_by_itself(name: str) -> bool:
+    """Return whether the allocation has ended or is about to; False if Slurm does not say, as while its controller restarts."""
+    ends_s = time.monotonic() + _END_S
+    while True:
+        with suppress(subprocess.SubprocessError):
+            state = _run("squeue", "--noheader", f"--name={name}", "--format=%T")
+            if state in {*_ENDS_BY_ITSELF, "PENDING"}:
+                return state != "PENDING"
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(_POLL_S)
+
+
+def _cancel(name: str) -> None:
+    ends_s = time.monotonic() + _ANSWER_S
+    while True:
+        try:
+            _run("scancel", f"--name={name}")
+        except subprocess.SubprocessError:
+            if time.monotonic() > ends_s:
+                raise
+        else:
+            return
+        time.sleep(_POLL_S)
 
 
 def _run(*command: str) -> str:

@@ -193,15 +193,24 @@ def test_an_agent_that_says_hello_when_the_wait_for_machines_was_broken_off_is_s
 
 
 @pytest.mark.parametrize(
-    ("states", "cancels"), [("PENDING", True), ("RUNNING", True), ("RUNNING COMPLETING", False), ("", False)]
+    ("states", "cancels"),
+    [
+        ("PENDING", True),
+        ("RUNNING", True),
+        ("RUNNING COMPLETING", False),
+        ("", False),
+        ("failed PENDING", True),
+        ("failed COMPLETING", False),
+        ("failed failed", True),
+    ],
 )
 def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(monkeypatch, tmp_path, states, cancels):
-    """Slurm keeps it otherwise; in a job there is none of its own."""
+    """Slurm keeps it otherwise, also where its controller restarts meanwhile; in a job there is none of its own."""
     (tmp_path / "states").write_text("\n".join(states.split()))
     programs = {
         "srun": "echo $* > started; exec sleep 600",
-        "squeue": "head -n 1 states; sed -i '$!{1d}' states",
-        "scancel": "echo $* > cancelled",
+        "squeue": "state=$(head -n 1 states); sed -i '$!{1d}' states; [ \"$state\" != failed ] && echo $state",
+        "scancel": "[ -e tried ] && echo $* > cancelled || ! : > tried",
     }
     for name, lines in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\nPATH=/usr/bin:/bin\n{lines}\n")
