@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.retry import classify
 from prefect_torch.ckpt.text import name_of
 
 Copy = Callable[[str, str], object]
@@ -70,6 +71,7 @@ class Transport:
         Raises:
             StorageError: If that failed, or took too long.
             ValueError: If the command or function does not exist.
+            OSError: If the command cannot be started for the moment.
 
         """
         _copy(self.upload, source, self.target, float(self.timeout_s))
@@ -136,6 +138,8 @@ def _run(command: list[str], timeout_s: float) -> None:
                 start_new_session=True,  # so that all of its processes can be killed
             )
         except OSError as exc:
+            if classify(exc) == "transient":  # as at a limit of processes, or on a network disk that has the command
+                raise
             raise ValueError(
                 f"the command {shown} that syncs a directory cannot be started: {exc}; every node needs it"
             ) from exc

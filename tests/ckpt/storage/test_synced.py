@@ -1,5 +1,6 @@
 """Directories that a command copies to where other machines reach them."""
 
+import errno
 import logging
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -210,6 +212,23 @@ def test_a_command_that_is_not_installed_is_said_at_once(tmp_path):
     storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload="no-such-tool {source} {target}"))
     with pytest.raises(ValueError, match=r"no-such-tool .* cannot be started.*every node needs it"):
         storage.put_bytes("run/x", b"1")
+
+
+def test_a_command_that_cannot_be_started_for_the_moment_is_tried_again(tmp_path, monkeypatch):
+    tried = []
+
+    def start(*arguments, **options):
+        tried.append(arguments)
+        if len(tried) == 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return started(*arguments, **options)
+
+    started = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    policy = RetryPolicy(deadline_s=60, first_wait_s=0, longest_wait_s=0)
+    open_storage(replace(spec(tmp_path / "here", tmp_path / "there"), retry=policy)).put_bytes("run/x", b"1")
+    assert len(tried) == 2
+    assert keys_below(tmp_path / "there") == {"run/x"}
 
 
 @pytest.mark.parametrize("run", ["run", "metrics", "sweep/trial-0000-0123abcd"])
