@@ -138,7 +138,7 @@ def _found(subject: str, check: _Check) -> list[PlanLine]:
     lines: list[PlanLine] = []
     try:
         lines.extend(check())
-    except (CheckpointError, GpusBusyError, ValueError, TypeError, RuntimeError, OSError) as exc:
+    except (CheckpointError, GpusBusyError, ValueError, TypeError, RuntimeError, OSError, ImportError) as exc:
         lines.append(PlanLine(subject, "wrong", str(exc)))
     except httpx.HTTPError as exc:
         lines.append(_unanswered(subject, exc))

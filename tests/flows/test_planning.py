@@ -182,6 +182,14 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path):
     assert "wrong    function     train_fn 'trainings:no_such_function'" in str(found)
 
 
+def test_a_file_that_ranks_would_import_as_a_package_is_wrong(store, tmp_path, monkeypatch):
+    (tmp_path / "numpy.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = planned(store)
+    assert line(found, "function") == ("wrong", f"{tmp_path}/numpy.py is imported instead of the package 'numpy': rename it")
+    assert line(found, "start")[0] == "ok"
+
+
 @pytest.fixture
 def two_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(locks, "_LOCKS", (tmp_path,))
