@@ -209,7 +209,7 @@ def _parse_choice(values: Any, place: str, *, is_grid: bool) -> Choice:
         raise ValueError(f"space{place}: values={values!r} is no list with a value to choose")
     options = tuple(_parse(value, f"{place}[{number}]") for number, value in enumerate(values))
     plain = all(value is None or isinstance(value, _PRIMITIVE) for value in values)
-    is_distinct = plain and all(one != other for number, one in enumerate(values) for other in values[:number])
+    is_distinct = plain and len(set(values)) == len(values)
     is_finite = all(not isinstance(value, float) or math.isfinite(value) for value in values)
     return Choice(options, tuple(values) if is_distinct and is_finite else tuple(range(len(options))), is_grid)
 

@@ -197,3 +197,23 @@ def test_what_all_trials_have_is_as_it_is_stored_however_deep():
         "pair": [1, [2]],
         "steps": [{"kind": "relu"}],
     }
+
+
+def test_very_many_options_are_not_compared_with_each_other():
+    class Option(str):
+        __slots__ = ()
+        num_compared = 0
+
+        def __eq__(self, other):
+            Option.num_compared += 1
+            return str(self) == str(other)
+
+        def __ne__(self, other):
+            return not self == other
+
+        __hash__ = str.__hash__
+
+    options = [Option(number) for number in range(1000)]
+    chosen = dict(parse_space({"file": choice(options)}).items)["file"]
+    assert chosen.labels[0] is options[0]
+    assert Option.num_compared < 10_000
