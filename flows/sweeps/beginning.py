@@ -16,7 +16,7 @@ from prefect_torch.flows.sweeps.definition import (
 from prefect_torch.flows.sweeps.journal.events import Event
 from prefect_torch.flows.sweeps.journal.history import History, has_begun_again, history_of
 from prefect_torch.flows.sweeps.journal.journal import Entry, Journal, JournalDamagedError, delete_journal, read_journal
-from prefect_torch.flows.sweeps.journal.stored_trials import runs_without_entries, whole_events_of
+from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, runs_without_entries, whole_events_of
 from prefect_torch.tasks.run_logs import get_run_logger
 
 
@@ -61,9 +61,10 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
         ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
-    entries, events = _read(led, may_be_new=may_be_fresh)
+    entries, events, former = _read(led, may_be_new=may_be_fresh)
     is_fresh = may_be_fresh and not has_begun_again(events, claimed.lineage)
-    _warn_of_lost_entries(led, events)
+    if not is_fresh:
+        _warn_of_lost_entries(led, events)
     # It may differ though the journal has begun again: a kill came before it was stored.
     known = None if is_fresh else find_definition(led, given, may_differ=may_be_fresh)
     definition = settle_definition(given, known, has_seed=has_seed)
@@ -71,21 +72,26 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
     if definition != known and not (is_fresh and events):
         store_definition(led, definition)
     if is_fresh:
-        return Beginning(definition, journal, [], is_fresh, history_of(events))
+        return Beginning(definition, journal, [], is_fresh, former)
     return Beginning(definition, journal, events, is_fresh, {})
 
 
-def _read(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event]]:
-    """Return a sweep's journal so far, and its events; a damaged journal is replaced if the sweep may begin again."""
+def _read(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event], History]:
+    """Return a sweep's journal so far, its events, and its trials.
+
+    A damaged journal is replaced if the sweep may begin again: then it is empty, and the trials are those that were known.
+    """
     try:
         entries = read_journal(led)
-        return entries, whole_events_of(led, entries)
+        events = whole_events_of(led, entries)
     except JournalDamagedError as exc:
         if not may_be_new:
             raise
         get_run_logger().warning("a new journal replaces the damaged one: %s", exc)
+        former, _ = read_known_trials(led)
         delete_journal(led)
-        return [], []
+        return [], [], former
+    return entries, events, history_of(events)
 
 
 def _warn_of_lost_entries(led: Run, events: Iterable[Event]) -> None:

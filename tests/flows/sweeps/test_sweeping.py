@@ -34,6 +34,7 @@ from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -71,6 +72,7 @@ from prefect_torch.flows.trials import leading
 from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.training import backoff, outcomes
+from stored_sweeps import store_sweep
 from told_trainings import events_about
 
 
@@ -623,6 +625,18 @@ def test_a_sweep_whose_journal_is_damaged_has_failed_and_begins_again_where_it_i
     result = sweep("sweep_trainings:return_loss", {"x": grid([5])}, search=asked, run=again)
     assert [trial.config for trial in result.trials] == [{"x": 5}]
     assert SweepResult.from_storage(run.storage, run.name) == result
+
+
+def test_a_start_that_replaces_a_damaged_journal_knows_the_former_trials_and_calls_no_entry_lost(tmp_path, caplog):
+    """Their flow runs of a deployment are cancelled."""
+    led, definition = store_sweep(LocalStorage(tmp_path))
+    *_, damaged, _ = list_parts(led)
+    led.storage.put_bytes(damaged.key, b"damaged")
+    claimed = claim_attempt(led, Owner.current("another"), world_size=0)
+    begun = beginning.begin(led, claimed, definition, has_seed=False, may_be_fresh=True)
+    assert (begun.is_fresh, begun.events) == (True, [])
+    assert begun.former.keys() == {0, 1, 2, 3, 4}
+    assert [it.partition(":")[0] for it in caplog.messages] == ["a new journal replaces the damaged one"]
 
 
 def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_goes_on_as_a_list(run):
