@@ -27,9 +27,10 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
-from prefect_torch.tasks.prefect_api.outage import NO_ANSWER
+from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
+from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_cancellation
 
 from .monitoring.messages import current_flow_run
@@ -37,6 +38,7 @@ from .monitoring.messages import current_flow_run
 _POLL_S = 5.0
 # A worker or runner sends SIGTERM to a cancelled flow run within ten seconds.
 _UNHEEDED_S = 30.0
+_LEAVE_S = 600.0
 _UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 
 
@@ -87,9 +89,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
             with _terminated_by_hangup(), _watched(find, termination):
                 yield
         except Interruption as exc:
-            with get_client(sync_client=True) as client:
-                state = _leave(client, this, exc)
-            raise Pause(state=state) from None
+            raise Pause(state=_leave(this, exc)) from None
 
 
 @contextmanager
@@ -278,8 +278,20 @@ def _has_room(client: SyncPrefectClient, queue: WorkQueue) -> bool:
     return sum(1 for _ in under_way) < queue.concurrency_limit
 
 
-def _leave(client: SyncPrefectClient, this: FlowRun, why: Interruption) -> State | None:
-    """Return the state in which the flow run waits to continue; one that gives way is scheduled behind the more urgent one."""
-    if why.yields:
-        return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
-    return client.read_flow_run(this.id).state
+def _leave(this: FlowRun, why: Interruption) -> State | None:
+    """Return the state in which the flow run waits to continue; one that gives way is scheduled behind the more urgent one.
+
+    Tries for ten minutes while Prefect's API is away: the flow run would be recorded as Failed, and nobody would continue it.
+    """
+    until_s, pauses = time.monotonic() + _LEAVE_S, Backoff()
+    while True:
+        try:
+            with get_client(sync_client=True) as client:
+                if why.yields:
+                    return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
+                return client.read_flow_run(this.id).state
+        except NO_ANSWER as exc:
+            if not is_outage(exc) or time.monotonic() > until_s:
+                raise
+        pauses.record()
+        time.sleep(pauses.wait_s())

@@ -30,7 +30,7 @@ from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Susp
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, read_outcomes
+from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED, Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -59,7 +59,7 @@ from prefect_torch.flows.interruptions import (
 )
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
-from prefect_torch.tasks.training import outcomes, recorder, workers_task
+from prefect_torch.tasks.training import backoff, outcomes, recorder, workers_task
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
@@ -311,6 +311,39 @@ def test_what_prefect_cannot_say_now_is_asked_again(monkeypatch, error):
 
     interruptions._watch(find, termination, threading.Event())
     assert termination.cause.reason == "suspended"
+
+
+@pytest.mark.parametrize("why", [Interruption(GAVE_WAY, yields=True), Interruption(SUSPENDED)])
+def test_a_proxys_page_does_not_keep_a_flow_run_that_leaves_from_waiting_to_continue(monkeypatch, why):
+    """It was Failed, and nobody continued it."""
+
+    class Client:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def _answer(self, state):
+            asked.append(state)
+            if len(asked) == 1:
+                raise JSONDecodeError("a proxy's page", "<", 0)
+            return SimpleNamespace(state=state)
+
+        def set_flow_run_state(self, flow_run_id, state, *, force):
+            return self._answer(state)
+
+        def read_flow_run(self, flow_run_id):
+            return self._answer(Suspended())
+
+    asked = []
+    monkeypatch.setattr(interruptions, "get_client", lambda **_: Client())
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_S", 0.01)
+    this = SimpleNamespace(id=uuid.uuid4(), deployment_id=uuid.uuid4(), parent_task_run_id=None)
+    monkeypatch.setattr(interruptions, "current_flow_run", lambda: this)
+    with pytest.raises(Pause) as left, interruptible(Termination(1.0), yields_to_urgent=False):
+        raise why
+    assert (left.value.state.name, len(asked)) == ("Yielded" if why.yields else "Suspended", 2)
 
 
 def test_it_is_watched_between_two_attempts_too(monkeypatch):
