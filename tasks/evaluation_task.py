@@ -8,7 +8,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.transactions import CommitMode, transaction
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import CheckpointError, CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.evaluations import check_free
 from prefect_torch.ckpt.runs.log_files import LogFiles
@@ -164,8 +164,8 @@ def _run_ranks(
 def _is_pruned(store: CheckpointStore, checkpoint_id: str) -> bool:
     try:
         store.committed(checkpoint_id)
-    except CheckpointNotFoundError:
-        return True
+    except CheckpointError as exc:  # if another one, such as of a storage that is away, that of the rank says more
+        return isinstance(exc, CheckpointNotFoundError)
     return False
 
 

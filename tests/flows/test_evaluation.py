@@ -29,7 +29,15 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
-from prefect_torch.flows import CheckpointConfig, Hosts, NotEnoughMachinesError, Result, ScalingConfig, evaluate
+from prefect_torch.flows import (
+    CheckpointConfig,
+    Hosts,
+    NotEnoughMachinesError,
+    RankFailedError,
+    Result,
+    ScalingConfig,
+    evaluate,
+)
 from prefect_torch.flows.arguments import committed_checkpoint, find_named
 from prefect_torch.flows.calls.cluster_runner import ClusterThreads
 from prefect_torch.flows.evaluation import _MOST_LOOKS, _new_checkpoints, _unevaluated
@@ -149,6 +157,22 @@ def test_an_evaluation_that_watches_waits_for_a_storage_that_is_away(tmp_path, m
     is_away.append(True)
     with pytest.raises(StorageError, match="the bucket does not answer"):  # at the first look, which nobody has to wait for
         next(_new_checkpoints(store, "eval", pause))
+
+
+def test_the_error_of_a_rank_is_told_also_while_the_storage_is_away(tmp_path, monkeypatch, caplog):
+    store = fill(tmp_path, [0])
+
+    def no_answer(*_):
+        raise StorageError("the bucket does not answer")
+
+    def fail(*_):
+        monkeypatch.setattr(CheckpointStore, "committed", no_answer)
+        raise RankFailedError("rank 0 failed: ValueError: boom", 0, "user", ValueError("boom"), "Traceback of the rank")
+
+    monkeypatch.setattr("prefect_torch.tasks.evaluation_task._run", fail)
+    with pytest.raises(ValueError, match="boom"):
+        evaluate("evaluations:measure", store.spec.url, "run")
+    assert "Traceback of the rank" in caplog.text
 
 
 def test_a_checkpoint_of_no_run_is_an_error_beside_those_that_are_evaluated(tmp_path):
