@@ -9,6 +9,7 @@ from typing import Any
 from prefect.exceptions import PrefectException, PrefectHTTPStatusError
 from prefect_torch.ckpt.text import encodable, show_class
 from prefect_torch.flows.monitoring.parameters import API_INTEGERS
+from prefect_torch.tasks.rank.errors import RankFailedError
 from pydantic_core import to_jsonable_python
 
 _TOO_LARGE = re.compile(r"parameters must be less than ([\d,]+) bytes when serialized \(got ([\d,]+) bytes\)")
@@ -86,7 +87,8 @@ def large_parameters_explained() -> Iterator[None]:
             "into a file or the storage, and its path into the config"
         ) from None
     except (PrefectException, ValueError) as exc:
-        if not isinstance(exc.__cause__, RecursionError) and not str(exc).endswith(_TOO_DEEP):
+        is_of_rank = isinstance(exc.__cause__, RankFailedError)  # which may serialize something of its own
+        if is_of_rank or not (isinstance(exc.__cause__, RecursionError) or str(exc).endswith(_TOO_DEEP)):
             raise
         raise ValueError(
             "a parameter is nested too deeply for Prefect, or holds itself: put such data into a file or the storage, and its "

@@ -21,9 +21,10 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import rows, wait_until
-from prefect_torch.flows import RunConfig, SearchConfig, evaluate, prune, sweep, train
+from prefect_torch.flows import RankFailedError, RunConfig, SearchConfig, evaluate, prune, sweep, train
 from prefect_torch.flows.calls import short_tracebacks as module
 from prefect_torch.flows.calls.log_filter import FlowLogFilter
+from prefect_torch.flows.calls.parameters import large_parameters_explained
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.calls.unknown_arguments import explain_unbound
 from prefect_torch.flows.monitoring.terminal import show_short
@@ -294,6 +295,13 @@ def test_a_training_under_another_flow_name_logs_no_more_than_under_its_own():
     for name, is_kept in ((renamed.name, False), ("another", True)):
         refused = f"Parameter validation failed for flow {name!r} with parameters"
         assert FlowLogFilter().filter(logging.makeLogRecord({"msg": refused})) is is_kept, name
+
+
+def test_what_a_function_could_not_serialize_is_no_parameter_of_the_flow_run():
+    error = ValueError("Circular reference detected (id repeated)")
+    with pytest.raises(ValueError, match=r"^Circular") as caught, large_parameters_explained():
+        raise error from RankFailedError(f"rank 0 failed: ValueError: {error}", 0, "user", error)
+    assert caught.value is error
 
 
 def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
