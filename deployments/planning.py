@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
+from json import JSONDecodeError
 from typing import Any
 
 import httpx
@@ -82,7 +83,7 @@ def _find(name: str) -> DeploymentResponse:
             return read_deployment(client, name)
     except ObjectNotFound as exc:
         raise ValueError(str(exc)) from None
-    except (httpx.HTTPError, RuntimeError) as exc:  # RuntimeError: it was not reached at all
+    except (httpx.HTTPError, JSONDecodeError, RuntimeError) as exc:  # a proxy's page; RuntimeError: it was not reached at all
         api = PREFECT_API_URL.value() or "a Prefect server that was started here"
         said = f"{api} does not give deployment {name!r}: {exc or type(exc).__name__}"
         raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc

@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from json import JSONDecodeError
 from pathlib import Path
 
 import click
@@ -44,10 +45,9 @@ def open_named_storage(text: str) -> Storage:
     try:
         with _longer_startup_for_blocks(text):
             spec = parse_storage(text)
-    except ValueError:
-        raise
     except Exception as exc:
-        if not is_block_slug(text):
+        is_page = isinstance(exc, JSONDecodeError)  # of a proxy, in the place of Prefect's answer
+        if not is_block_slug(text) or (isinstance(exc, ValueError) and not is_page):
             raise
         why = str(exc).rstrip(".")
         raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc

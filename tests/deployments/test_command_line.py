@@ -26,6 +26,7 @@ from prefect.settings import (
     Settings,
     temporary_settings,
 )
+from prefect_servers import api_that_answers
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
@@ -759,6 +760,14 @@ def test_a_block_whose_server_is_away_is_one_line(command):
         code, _, err = command("ls", "s3-bucket/none")
     assert code == 1
     assert "is PREFECT_API_URL the server that has it?" in err
+
+
+def test_a_proxys_page_in_the_place_of_a_block_or_a_deployment_is_one_line(command):
+    with api_that_answers(200, b"<html>under maintenance</html>"):
+        code, _, ls = command("ls", "s3-bucket/none")
+        assert (code, "is PREFECT_API_URL the server that has it?" in ls) == (1, True)
+        code, _, plan = command("plan", "train/none")
+        assert (code, "does not give deployment 'train/none': " in plan) == (1, True)
 
 
 def test_an_embedded_server_has_a_minute_to_start_and_one_that_does_not_is_one_line(command, monkeypatch):
