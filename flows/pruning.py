@@ -1,6 +1,7 @@
 """The flow that applies retention policies to the runs of a storage, during trainings or after them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from prefect import flow
@@ -61,7 +62,8 @@ def prune(
     Args:
         storage: The location of the runs.
         runs: The names of the runs to prune; all if None, except the trials of sweeps, which are pruned only by name.
-        checkpoint: Which checkpoints are kept; each run's own policy if None.
+        checkpoint: Which checkpoints are kept; each run's own policy if None. If it does not set `evaluation_timeout_s`, a run
+            with the same score keeps its own, and if it does not set `keep_quarantined_days`, every run does.
         dry_run: Only log what would be deleted.
 
     Raises:
@@ -73,17 +75,18 @@ def prune(
 
     """
     with outlast_api_outages():
-        return _prune(configured_storage(storage), runs, None if checkpoint is None else checkpoint.policy(), dry_run=dry_run)
+        return _prune(configured_storage(storage), runs, checkpoint, dry_run=dry_run)
 
 
-def _prune(spec: StorageSpec, runs: list[str] | None, given: RetentionPolicy | None, *, dry_run: bool) -> dict[str, list[str]]:
+def _prune(spec: StorageSpec, runs: list[str] | None, given: CheckpointConfig | None, *, dry_run: bool) -> dict[str, list[str]]:
     opened = open_storage(spec)
     names = list(list_runs(opened)) if runs is None else list(dict.fromkeys(runs))
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
     policies, refused = _read_policies(opened, names, must_exist=runs is not None)
     pruned = {  # every named run was found before the first is pruned
-        run: prune_checkpoints.submit(opened, run, given or own, dry_run=dry_run) for run, own in policies.items()
+        run: prune_checkpoints.submit(opened, run, own if given is None else _policy(given, own), dry_run=dry_run)
+        for run, own in policies.items()
     }
     for future in pruned.values():
         future.wait()
@@ -93,6 +96,16 @@ def _prune(spec: StorageSpec, runs: list[str] | None, given: RetentionPolicy | N
         raise refused[0]
     dropped = show_count(sum(map(len, found.values())), "checkpoint")
     return completed(f"{show_count(len(found), 'run')}, {dropped} {'to delete' if dry_run else 'deleted'}", found)
+
+
+def _policy(given: CheckpointConfig, own: RetentionPolicy) -> RetentionPolicy:
+    """Return the policy of `given`, with the run's own times for evaluations of its score and in quarantine, if not given."""
+    policy, said = given.policy(), given.model_fields_set
+    if "evaluation_timeout_s" not in said and policy.checkpoint_score_attribute == own.checkpoint_score_attribute:
+        policy = replace(policy, evaluation_timeout_s=own.evaluation_timeout_s)
+    if "keep_quarantined_days" not in said:
+        policy = replace(policy, keep_quarantined_days=own.keep_quarantined_days)
+    return policy
 
 
 def _read_policies(

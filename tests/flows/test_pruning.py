@@ -21,6 +21,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import CheckpointConfig, prune, pruning
 from prefect_torch.tasks import prune_checkpoints
@@ -97,6 +98,24 @@ def test_each_run_is_pruned_by_its_own_policy(tmp_path, opened):
     assert (scores(one), scores(best), scores(everything)) == ([3], [3, 1], [1, 2])
     assert prune(storage, ["everything"], CheckpointConfig(num_to_keep=1))["everything"] != []
     assert scores(everything) == [2]
+
+
+def test_what_a_given_policy_does_not_say_of_evaluations_and_damaged_checkpoints_is_the_runs_own(tmp_path):
+    storage, by_accuracy = str(tmp_path / "store"), {"num_to_keep": 1, "checkpoint_score_attribute": "eval/accuracy"}
+    own = {**by_accuracy, "evaluation_timeout_s": 3600, "keep_quarantined_days": 0}
+    store, _ = fill(storage, "run", tmp_path, [1, 2, 3, 4], own)
+    damaged, _, rated, _ = store.list()
+    quarantine(store, damaged.id, "a bit flipped")
+    store.attach_metrics(rated.id, {"accuracy": 1})
+    prune(storage, checkpoint=CheckpointConfig(**by_accuracy, keep_quarantined_days=7))
+    assert any(store.storage.list(store.layout.data(damaged.id)))
+    prune(storage, checkpoint=CheckpointConfig(**by_accuracy))
+    assert scores(store) == [2, 3, 4]
+    assert not any(store.storage.list(store.layout.data(damaged.id)))
+    prune(storage, checkpoint=CheckpointConfig(**by_accuracy, evaluation_timeout_s=None))
+    assert scores(store) == [3, 4]
+    prune(storage, checkpoint=CheckpointConfig(num_to_keep=1))
+    assert scores(store) == [4]
 
 
 def test_many_runs_are_pruned_by_a_few_threads_or_as_many_as_are_given():
