@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, mean, median
 from typing import ClassVar
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
@@ -37,7 +37,7 @@ class Median(ResumesAll):
         trial = history[number]
         time = trial.reports[-1].time
         others = (it for it in history.values() if it.number != number and it.reports and it.reports[-1].time >= time)
-        averages = [mean for other in others if (mean := _mean(other, time)) is not None]
+        averages = [average for other in others if (average := _mean(other, time)) is not None]
         if time < self.grace_period or len(averages) < self.min_trials:
             return Decision("running", self.grace_period)
         best = min((report.value for report in trial.reports), key=sort_key)
@@ -49,4 +49,7 @@ class Median(ResumesAll):
 
 def _mean(trial: TrialRecord, time: float) -> float | None:
     values = [report.value for report in trial.reports if report.time <= time and math.isfinite(report.value)]
-    return fmean(values) if values else None
+    try:
+        return fmean(values) if values else None
+    except OverflowError:  # of the sum
+        return mean(values)  # exact, and slow

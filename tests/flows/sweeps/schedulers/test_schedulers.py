@@ -253,6 +253,8 @@ def test_the_median_is_of_the_trials_that_have_come_as_far():
     assert Median(1).decide({number: it for number, it in history.items() if number != 0}, 9).state == "running"
     infinite = trial(10, "completed", math.inf, -math.inf)
     assert Median(1).decide({**history, 10: infinite}, 9).reason == "worse than the median of 3 trials at 2"
+    diverged = trial(10, "completed", 1.7e308, 1.7e308)  # their sum is larger than any float
+    assert Median(1).decide({**history, 10: diverged}, 9).reason == "worse than the median of 4 trials at 2"
 
 
 def test_an_infinitely_good_value_is_no_score():
