@@ -197,7 +197,9 @@ def _best(result: Result, policy: RetentionPolicy) -> list[str]:
     name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
     if name is None:
         return show_first_number(result.metrics)
-    scored = [(record.metrics, record.step) for record in result.history if _has_score(record, name)]
+    reports = [record for record in result.history if not record.is_logged and _has_score(record, name)]
+    by_step = {record.step: record.metrics for record in reports}  # a step that was trained again has replaced the lost one
+    scored = [(metrics, step) for step, metrics in by_step.items()]
     if not scored:  # an evaluation attached it
         found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]
         scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]

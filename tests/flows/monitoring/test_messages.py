@@ -28,14 +28,17 @@ from ranks import folder
 CHECKPOINT = "/store/run/checkpoints/000001-00000009-0a1b2c3d"
 
 
-def result_of(*reports, attempts=1):
+def result_of(*reports, attempts=1, logged=None):
     history = [MetricRecord(1, step, metrics, None, "2026-01-01T00:00:00+00:00") for step, metrics in reports]
+    if logged is not None:
+        history.append(MetricRecord(1, *logged, None, "2026-01-01T00:00:00+00:00", is_logged=True))
     return Result(history[-1].metrics if history else {}, None, [], history, "/store/run", attempts)
 
 
 LOSSES = [(step, {"epoch": step, "val": {"loss": abs(143 - step) + 0.0013}}) for step in range(150)]
 
 
+BY_LOSS_ALONE = RetentionPolicy(2, "loss", "min")
 BY_LOSS, BY_HIGHEST = RetentionPolicy(2, "val/loss", "min"), RetentionPolicy(2, "val/loss", "max")
 ODD = [(100, {}), (200, {"loss": float("nan")})]
 
@@ -47,6 +50,12 @@ ODD = [(100, {}), (200, {"loss": float("nan")})]
         (result_of(*LOSSES), BY_HIGHEST, "150 steps, val/loss 143 (best at 0), 1 attempt"),
         (result_of(*LOSSES), RetentionPolicy(), "150 steps, epoch 149, 1 attempt"),
         (result_of(*LOSSES), RetentionPolicy(1, "missing"), "150 steps, 1 attempt"),
+        (
+            result_of((0, {"loss": 3}), (1, {"loss": 1}), (1, {"loss": 2})),
+            BY_LOSS_ALONE,
+            "2 steps, loss 2 (best at 1), 1 attempt",
+        ),
+        (result_of((0, {"loss": 3}), logged=(500, {"loss": 1})), BY_LOSS_ALONE, "1 step, loss 3 (best at 0), 1 attempt"),
         (result_of(*ODD), RetentionPolicy(1, "loss"), "200 steps, loss nan (best at 200), 1 attempt"),
         (result_of((0, {"done": True})), RetentionPolicy(), "1 step, 1 attempt"),
         (result_of(), RetentionPolicy(), "no report, 1 attempt"),
