@@ -1,6 +1,7 @@
 """The view of a run that pages show: its past from storage, its present from the events of its training."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -37,12 +38,14 @@ class RunView:
     Args:
         store: The run.
         policy: Its retention policy.
+        clock: Returns seconds, by which the progress is measured: a step of the machine's time would be one of the progress.
 
     """
 
-    def __init__(self, store: CheckpointStore, policy: RetentionPolicy) -> None:
+    def __init__(self, store: CheckpointStore, policy: RetentionPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._policy = policy
+        self._clock = clock
         self._logs: dict[int, AttemptLog] = {}
         self.checkpoints = StoredCheckpoints(policy)
         self.curves = Curves()
@@ -86,7 +89,7 @@ class RunView:
                 self._record_report(record)
                 if progress is not None:
                     self.progress = progress
-                    self._rate = progressed(self._rate, progress, now_s)
+                    self._rate = progressed(self._rate, progress, self._clock())
             case CommitEvent():
                 self.checkpoints.add(StoredCheckpoint(event.id, event.step, event.metrics, event.bytes, created_s=now_s))
                 self._logs[attempt_of(event.id)].record_commit(event.id, event.stall_s)

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 import tracemalloc
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -39,8 +40,8 @@ POLICY = RetentionPolicy(num_to_keep=1, checkpoint_score_attribute="score")
 CONTEXT = SummaryContext("/store/run")
 
 
-def view_of(store, *events):
-    view = RunView(store, POLICY)
+def view_of(store, *events, clock=time.monotonic):
+    view = RunView(store, POLICY, clock)
     for at_s, event in enumerate(events):
         view.record(event, BEGUN_S + at_s)
     return view
@@ -282,6 +283,14 @@ def test_the_outcomes_of_many_earlier_attempts_are_read_at_once(store):
     assert [log.outcome and log.outcome.attempt for log in view.logs] == [*range(1, 33), None]
 
 
+def test_what_is_left_does_not_depend_on_a_clock_that_is_set(store):
+    view = view_of(store, clock=iter([0.0, 10.0]).__next__)
+    view.record(AttemptStarted(claim(1), None), BEGUN_S)
+    for at_s, share in ((0.0, 0.2), (-600.0, 0.6)):
+        view.record(ReportEvent(record(1, 0, score=1.0), share), BEGUN_S + at_s)
+    assert view.left_s == pytest.approx(10.0)
+
+
 def test_the_pace_of_the_newest_attempt_tells_steps_per_second_and_what_is_left(store):
     view = view_of(
         store,
@@ -289,6 +298,7 @@ def test_the_pace_of_the_newest_attempt_tells_steps_per_second_and_what_is_left(
         *(ReportEvent(record(1, step, float(step), score=1.0), step / 10) for step in range(3)),
         AttemptStarted(claim(2, 50.0), None),
         ReportEvent(record(2, 2, 52.0, score=1.0), 0.2),
+        clock=iter([1.0, 2.0, 3.0, 5.0, 8.0]).__next__,
     )
     assert view.left_s is None
     view.record(ReportEvent(record(2, 6, 54.0, score=3.0), 0.6), BEGUN_S + 8)  # 0.4 in the 3 s since the report before
