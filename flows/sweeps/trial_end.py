@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_metric, find_score
+from prefect_torch.ckpt.text import encodable
 
 TrialOutcome: TypeAlias = Literal["completed", "stopped", "failed"]
 NO_METRIC = "no report of the trial has the metric"
@@ -43,4 +44,4 @@ def _instead(metrics: Metrics, metric: str) -> str:
         return f" as a number: it is {value!r}, of type {type(value).__name__}"
     if not metrics:
         return f"; its reports have none at all: call report({{{metric!r}: …}}), or return such a dict"
-    return f"; its reports have {', '.join(sorted(metrics))}"
+    return encodable(f"; its reports have {', '.join(sorted(metrics))}")

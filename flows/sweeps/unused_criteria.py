@@ -7,6 +7,7 @@ from prefect_torch.ckpt import CheckpointError
 from prefect_torch.ckpt.reporting.decisions import time_of
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 
@@ -97,7 +98,7 @@ class UnusedCriteria:
             if not _has(name, reports):
                 yield (
                     f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} {when}has {name!r} as "
-                    f"a number; its reports have {', '.join(names) or 'none at all'}"
+                    f"a number; its reports have {encodable(', '.join(names)) or 'none at all'}"
                 )
 
 

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.metrics import find_score
 from prefect_torch.ckpt.runs.retention import Committed, plan
+from prefect_torch.ckpt.text import encodable
 from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -176,5 +177,5 @@ class RetentionSchedule:
             "Such checkpoints sort below all others, and the latest is kept in any case",
             checkpoint.id,
             attribute,
-            ", ".join(sorted(checkpoint.metrics)) or "none",
+            encodable(", ".join(sorted(checkpoint.metrics))) or "none",
         )

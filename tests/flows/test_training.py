@@ -630,6 +630,15 @@ def test_a_metric_may_be_named_after_a_file_whose_name_is_no_text(run):
         wait_until(lambda: summary in [log.message for log in client.read_logs(logs)], "the summary among the lines")
 
 
+def test_a_warning_that_names_such_metrics_is_text_that_prefect_takes(run, caplog):
+    def train_fn():
+        report({"caf\udce9\0": 0.5}, state={"epoch": 0})
+
+    train(train_fn, run=run, checkpoint=CheckpointConfig(checkpoint_score_attribute="accuracy"))
+    (warning,) = [record.getMessage() for record in caplog.records if "has no metric 'accuracy'" in record.message]
+    assert "it has caf\\udce9\\x00. " in warning
+
+
 @pytest.mark.parametrize("train_fn", [lambda: None, partial(lambda *, lr: None, lr=0.1)])
 def test_a_configuration_for_a_function_without_arguments_is_refused_once(run, train_fn):
     with pytest.raises(TypeError, match=r"<lambda>\(\) takes no argument: leave config out, or let the function take it"):

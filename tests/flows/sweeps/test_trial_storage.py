@@ -47,6 +47,11 @@ def test_a_trial_that_has_reported_nothing_is_told_how(run):
     assert reason.endswith("; its reports have none at all: call report({'loss': …}), or return such a dict")
 
 
+def test_what_a_trial_has_instead_of_its_metric_is_text_that_prefect_takes(run):
+    reported(run, {"caf\udce9": 3.0})
+    assert judge(end_of_returned(run, None), ["loss"]).reason.endswith("; its reports have caf\\udce9")
+
+
 def test_a_running_trial_has_the_metrics_that_it_would_end_with(run):
     claim_attempt(run, Owner.current(), world_size=1)
     reported(run, {"loss": 3.0}, {"test_accuracy": 0.9})
