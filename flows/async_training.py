@@ -13,6 +13,7 @@ from prefect_torch.flows.result import Result
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.termination import TerminationSwitch
 
+from .run_names import number_calls, numbered
 from .training import train
 
 
@@ -46,11 +47,11 @@ async def atrain(
         asyncio.CancelledError: If the caller is cancelled.
 
     """
-    switch = TerminationSwitch()
+    switch, calls = TerminationSwitch(), number_calls()
 
     def call() -> Result:
         try:
-            with switch.governs():
+            with numbered(calls), switch.governs():
                 return train(train_fn, config, scaling, run, checkpoint, failure, resume_from)
         except StopIteration as exc:  # an asyncio.Future that was given one would never be done
             raise RuntimeError("the training raised StopIteration") from exc

@@ -2,31 +2,33 @@
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
-from prefect.context import TaskRunContext
+from prefect.context import FlowRunContext, TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.flows.monitoring.restarted import first_name_of, restarted_before
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _DIGITS = 12
-_calls: Counter[tuple[UUID, int]] = Counter()  # by task run and try
+_numbers: dict[tuple[UUID, int], Iterator[int]] = {}  # of the next call, by task run or flow run, and try
 _codes: dict[tuple[UUID | int | str, ...], list[list[str]]] = {}  # of the flows that are called, by try and calls
 
 
 @dataclass(frozen=True, slots=True)
-class TaskCall:
-    """A call of a flow from within a task.
+class NumberedCall:
+    """A call of a flow which has in each try a number of its own, since the key that Prefect gives it differs between tries.
 
     Attributes:
-        flow_run_id: The task's flow run.
-        key: The task run, and the number of the call in it.
+        flow_run_id: The flow run that calls, itself or in a task.
+        key: The task run, if it is called in one, and the number of the call.
 
     """
 
@@ -34,7 +36,10 @@ class TaskCall:
     key: str
 
 
-def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | None = None) -> str:
+_given: ContextVar[tuple[NumberedCall, ...] | None] = ContextVar("numbered_calls", default=None)
+
+
+def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[NumberedCall] = ()) -> str:
     """Return a name that all tries of one training share and no other training has.
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
@@ -45,16 +50,16 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
     Args:
         client: A client of the API that has the flow runs above.
         flow_run: The training's flow run.
-        within: The call from within a task; None if the flow was not called from one.
+        numbered: The calls on the way to the flow that have numbers of their own.
 
     """
+    keys = {call.flow_run_id: call.key for call in numbered}
     root, calls, codes = flow_run, list[str](), list[str]()
     while root.parent_task_run_id is not None:
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
-        key = within.key if within is not None and within.flow_run_id == call.flow_run_id else call.dynamic_key
-        calls.append(f"{root.flow_id}/{key}")
+        calls.append(f"{root.flow_id}/{keys.get(call.flow_run_id, call.dynamic_key)}")
         codes.append(call.task_key)
         root = client.read_flow_run(call.flow_run_id)
     first_id = [str(root.id), *restarted_before(client, root)][-1]
@@ -71,21 +76,51 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, within: TaskCall | No
 def name_of_flow_run() -> str:
     """Return a name for the current flow run's training or sweep, for which the user gave none."""
     with get_client(sync_client=True) as client:
-        return name_run(client, client.read_flow_run(UUID(flow_run.id)), count_call_in_task())
+        return name_run(client, client.read_flow_run(UUID(flow_run.id)), numbered_calls())
 
 
-def count_call_in_task() -> TaskCall | None:
-    """Return the call of the current flow from within a task, numbered from 1 in each try; None outside of tasks.
+def numbered_calls() -> tuple[NumberedCall, ...]:
+    """Return the calls on the way to the current flow that have numbers: from within a task, or given by `number_calls`.
 
-    Prefect itself gives such a call a random key, since the calls of concurrent tasks have no order.
+    Prefect itself gives a call from a task a random key, since the calls of concurrent tasks have no order.
     """
+    return _calls_in_task() if (given := _given.get()) is None else given
+
+
+def number_calls() -> tuple[NumberedCall, ...]:
+    """Give the call of a flow, which the current flow or task is about to make in another thread, the next number.
+
+    Prefect numbers the calls of several threads in the order in which these arrive, which differs from try to try.
+    """
+    calls, context = _calls_in_task(), FlowRunContext.get()
+    calling = None if context is None else context.flow_run
+    if calling is None or calling.id in {call.flow_run_id for call in calls}:
+        return calls
+    return (*calls, NumberedCall(calling.id, f"thread/{_next_number(calling.id, calling.run_count)}"))
+
+
+@contextmanager
+def numbered(calls: tuple[NumberedCall, ...]) -> Iterator[None]:
+    """Let the flow that the body calls be one that `number_calls` has numbered."""
+    token = _given.set(calls)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def _calls_in_task() -> tuple[NumberedCall, ...]:
     context = TaskRunContext.get()
     if context is None:
-        return None
+        return ()
     task_run = context.task_run
-    _calls[task_run.id, task_run.run_count] += 1
-    number = _calls[task_run.id, task_run.run_count]
-    return TaskCall(task_run.flow_run_id, f"{context.task.name}/{task_run.dynamic_key}/{number}")
+    number = _next_number(task_run.id, task_run.run_count)
+    return (NumberedCall(task_run.flow_run_id, f"{context.task.name}/{task_run.dynamic_key}/{number}"),)
+
+
+def _next_number(run_id: UUID, run_count: int) -> int:
+    """Return the number of the next call, from 1, in one step: several threads may call."""
+    return next(_numbers.setdefault((run_id, run_count), count(1)))
 
 
 def default_run_name(flow_run_name: str | None, flow_run_id: str) -> str:

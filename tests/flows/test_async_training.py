@@ -15,8 +15,9 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
-from prefect_torch.flows import Result, RunConfig, ScalingConfig, atrain, prune, train
+from prefect_torch.flows import Result, RunConfig, ScalingConfig, async_training, atrain, prune, train
 from prefect_torch.flows.calls.awaited_call import check_not_awaited
+from prefect_torch.flows.run_names import name_run, numbered_calls
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
 pytestmark = pytest.mark.filterwarnings(
@@ -58,6 +59,44 @@ def test_two_trainings_of_an_async_flow_run_at_once_as_its_subflows_one_of_them_
     assert [run.state_name for run in subflows] == ["Completed"] * 2
     begun = {(record.name, record.flow_run_id) for record in caplog.records if record.getMessage().startswith("attempt 1: ")}
     assert begun == {("prefect.flow_runs", str(run.id)) for run in subflows}, "each has its own log, also the one in a task"
+
+
+@pytest.mark.parametrize("place", ["flow", "task", "flow in a task"])
+def test_trainings_that_an_event_loop_begins_together_keep_their_names_in_a_retry(monkeypatch, place):
+    """Their threads reach Prefect in any order: each would have continued from the checkpoints of another one."""
+    tries = []
+
+    @flow
+    def name_itself():
+        with get_client(sync_client=True) as client:
+            return name_run(client, client.read_flow_run(UUID(flow_run.id)), numbered_calls())
+
+    async def compare():
+        arrived, order = [threading.Event() for _ in range(3)], [2, 1, 0] if tries else [0, 1, 2]
+
+        def train_in_turn(_, config, *__):
+            turn = order.index(config["number"])
+            assert turn == 0 or arrived[turn - 1].wait(60)
+            name = name_itself()
+            arrived[turn].set()
+            return name
+
+        monkeypatch.setattr(async_training, "train", train_in_turn)
+        tries.append(await asyncio.gather(*(atrain("unused", {"number": number}) for number in range(3))))
+        if len(tries) == 1:
+            raise ValueError("once more")
+
+    async def call():
+        await flow(compare)()
+
+    @flow
+    async def pipeline():
+        await task(retries=1)(compare if place == "task" else call)()
+
+    asyncio.run((flow(retries=1)(compare) if place == "flow" else pipeline)())
+    gc.collect()  # the sockets, before another test
+    assert tries[0] == tries[1]
+    assert len(set(tries[0])) == 3
 
 
 def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continues(tmp_path):

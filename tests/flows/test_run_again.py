@@ -18,7 +18,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries
-from prefect_torch.flows.run_names import count_call_in_task, default_run_name, name_run
+from prefect_torch.flows.run_names import default_run_name, name_run, numbered_calls
 from prefect_torch.tasks.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.training.liveness import find_end_before_rerun
 
@@ -29,7 +29,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def name_itself():
     """Return the name that a training here would have."""
     with get_client(sync_client=True) as client:
-        return name_run(client, FlowRunContext.get().flow_run, count_call_in_task())
+        return name_run(client, FlowRunContext.get().flow_run, numbered_calls())
 
 
 def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retries_share():
