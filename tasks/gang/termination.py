@@ -138,7 +138,7 @@ class Termination:
             self._grace_ends_s = time.monotonic() + self._grace_s
             self.cause = cause
         elif isinstance(cause, KeyboardInterrupt):
-            self._grace_ends_s = time.monotonic()
+            self._grace_ends_s = min(self._grace_ends_s, time.monotonic())  # a third one does not prolong what follows it
 
     @contextmanager
     def limit_retries(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ import ctypes
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from prefect._internal.concurrency.cancellation import CancelledError, WatcherThreadCancelScope
@@ -132,6 +133,23 @@ def test_a_second_ctrl_c_ends_the_grace():
     assert termination.grace_left_s > 0
     termination.request(KeyboardInterrupt())
     assert termination.grace_left_s == 0
+
+
+def test_further_ctrl_cs_do_not_prolong_the_wait_for_work_that_hangs(monkeypatch):
+    """Whoever pressed it twice a minute never got the program back."""
+    termination, presses, over = Termination(grace_s=0), [], threading.Event()
+
+    def press(_):
+        presses.append(KeyboardInterrupt())
+        termination.request(presses[-1])
+        assert len(presses) < 10
+
+    clock = SimpleNamespace(monotonic=lambda: 30.0 * len(presses), sleep=press)
+    monkeypatch.setattr(termination_module, "time", clock)
+    with pytest.raises(KeyboardInterrupt):
+        termination.outlast(over.wait)
+    over.set()
+    assert len(presses) == 3
 
 
 @pytest.mark.parametrize("grace_s", [0, 600])
