@@ -118,6 +118,7 @@ class _Leader:
         self._termination.raise_if_requested()
         claimed = claim(self._store, self._job, self._restarts)
         try:
+            self._termination.raise_if_requested()  # who waits may have given up, and releases no GPUs any more
             self._gpus.take(self._termination.raise_if_requested)
             with self._lend() as lease:
                 check_fence(self._store, claimed.number)  # it may have waited for hours, and another flow run trains by now

@@ -57,6 +57,8 @@ from prefect_torch.flows.interruptions import (
     spared_from_suspension,
     suspendable,
 )
+from prefect_torch.tasks.gang import termination as termination_module
+from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.training import backoff, outcomes, recorder, workers_task
@@ -232,6 +234,29 @@ def test_a_termination_ends_the_verification_of_the_checkpoint_that_an_attempt_b
     assert 0 < len(read) < 40
     (outcome,) = read_outcomes(store)
     assert (outcome.ending, "no rank was started" in outcome.error) == ("cancelled", True)
+
+
+def test_a_claim_that_outlasts_the_wait_for_the_leader_takes_no_gpus(tmp_path, monkeypatch):
+    """Nobody would release them before the end of the process, such as a notebook's kernel."""
+    switch, goes_on, taken = TerminationSwitch(), threading.Event(), []
+
+    def claim(*args, original=workers_task.claim):
+        switch.cause = CancelledInPrefect()
+        assert goes_on.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(workers_task, "claim", claim)
+    monkeypatch.setattr(GpuAllocation, "take", lambda *_: taken.append(None))
+    monkeypatch.setattr(termination_module, "_LAST_S", 0.0)
+    run_config = RunConfig(name="run", storage=str(tmp_path))
+    with switch.governs(), pytest.raises(CancelledInPrefect):
+        train("trainings:leave_once", run=run_config, failure=FailureConfig(grace_s=0))
+    (leader,) = [thread for thread in threading.enumerate() if thread.name == "leader"]
+    goes_on.set()
+    leader.join(60)
+    assert not taken
+    (outcome,) = read_outcomes(CheckpointStore.open(tmp_path, "run"))
+    assert outcome.ending == "cancelled"
 
 
 @pytest.mark.parametrize("by_itself", [True, False])
