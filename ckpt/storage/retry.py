@@ -151,6 +151,7 @@ class RetryingStorage:
         self._has_answered = False
         self._storage = reopen() if opened is None else opened
         self._one_replaces = threading.Lock()
+        self._not_replaced: tuple[float, str] | None = None  # when that last failed, and why
 
     @property
     def url(self) -> str:
@@ -311,15 +312,20 @@ class RetryingStorage:
         return self._renews and (self._has_answered or not is_unknown)
 
     def _replace(self, expired: Storage) -> None:
+        began_s = time.monotonic()
         with self._one_replaces:
             if self._storage is not expired:  # another thread was first
                 return
+            if self._not_replaced is not None and self._not_replaced[0] > began_s:  # and failed, after a minute of retries
+                raise StorageError(self._not_replaced[1])
             try:
                 self._storage = self._reopen()
             except Exception as exc:  # Prefect's API or the service that issues keys failed: it may work again soon
                 if isinstance(exc, ValueError) and not isinstance(exc, _LATER):  # such as of a block that was deleted
                     raise
-                raise StorageError(f"the credentials for {self.url} have run out and cannot be read anew: {exc}") from exc
+                failure = f"the credentials for {self.url} have run out and cannot be read anew: {exc}"
+                self._not_replaced = time.monotonic(), failure
+                raise StorageError(failure) from exc
 
 
 def with_retries(storage: Storage, doing: str, key: str, call: Callable[[Storage], T]) -> T:

@@ -315,6 +315,44 @@ def test_a_transfer_that_outlasts_the_deadline_is_tried_once_more(memory):
     assert flaky.fired == 1
 
 
+def test_threads_whose_credentials_expired_together_share_a_failed_reading_of_new_ones(memory):
+    """Each may take a minute, while Prefect's API is away: 32 threads took half an hour, one after the other."""
+    num_threads, read, arrived, all_wait = 4, [], [], threading.Event()
+    together = threading.Barrier(num_threads)
+
+    class Expired(FaultyStorage):
+        def get_bytes(self, key):
+            together.wait(60)
+            raise CredentialsExpiredError("expired")
+
+    class Lock:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def __enter__(self):
+            arrived.append(None)
+            if len(arrived) == num_threads:
+                all_wait.set()
+            self.lock.acquire()
+
+        def __exit__(self, *_):
+            self.lock.release()
+
+    def reopen():
+        read.append(None)
+        assert all_wait.wait(60)
+        raise ConnectionError("503 of Prefect")
+
+    storage = RetryingStorage(reopen, RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0), Expired(memory))
+    storage._one_replaces = Lock()
+    with ThreadPoolExecutor(num_threads) as pool:
+        calls = [pool.submit(storage.get_bytes, "x") for _ in range(num_threads)]
+    for call in calls:
+        with pytest.raises(StorageError, match="cannot be read anew: 503 of Prefect"):
+            call.result()
+    assert len(read) == 1
+
+
 def test_threads_whose_credentials_expired_together_open_the_storage_anew_once(memory):
     all_failed = threading.Barrier(4)
     opened = []
