@@ -183,7 +183,7 @@ def evaluate(
     job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
-    with outlast_api_outages(), suspendable(termination):
+    with outlast_api_outages(), termination.limit_retries(), suspendable(termination):
         evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
         evaluated = _evaluate_all(evaluate_one, chosen)
     return completed(_summarize(evaluated), evaluated)

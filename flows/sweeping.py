@@ -205,7 +205,7 @@ def _run(sweep: _Sweep) -> SweepResult:
     run, run_config = sweep.run, sweep.training.run_config
     claimed = _claim(run, run_config, sweep.definition)
     termination = Termination(sweep.training.failure.grace_s)
-    with _outcome_recorded(run, claimed, sweep.training, termination):
+    with termination.limit_retries(), _outcome_recorded(run, claimed, sweep.training, termination):
         has_seed, may_be_fresh = sweep.search.seed is not None, run_config.resume == "never"
         begun = begin(run, claimed, sweep.definition, has_seed=has_seed, may_be_fresh=may_be_fresh)
         trials = _lead(sweep, claimed, begun, termination)
@@ -217,7 +217,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
     """Run the trials of a claimed sweep to their end, and return them."""
     run, search, training = sweep.run, sweep.search, sweep.training
     events = SweepEvents(run, search.metrics[0], search.modes[0], history_of(begun.events))
-    with closing(events), termination.limit_retries():
+    with closing(events):
         searched = Search(
             search,
             sweep.space,
@@ -333,6 +333,7 @@ def _termination_recorded(led: Run, claimed: Attempt, training: Training, termin
             if termination.cause is None:
                 termination.request(exc)
             termination.outcome = outcome_of_termination(claimed, termination, training.failure.grace_s, _CONTINUED)
+            termination.end_retries()
             record_outcome(led, termination.outcome)
         raise
 

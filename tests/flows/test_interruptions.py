@@ -29,11 +29,13 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import api_that_answers, wait_until
-from prefect_torch.ckpt import CheckpointStore, FencedError
+from prefect_torch.ckpt import CheckpointStore, FencedError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED, Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -490,6 +492,52 @@ def test_what_is_recorded_of_a_timeout_names_it(monkeypatch, elapsed_s, by):
     termination = Termination(30)
     termination.request(CancelledError())
     assert outcomes._terminated_by(termination, 30) == by
+
+
+def check_that_it_tries_once():
+    """The storage is away."""
+
+    def get_bytes(_):
+        raise ConnectionResetError
+
+    away = SimpleNamespace(url="memory://away", get_bytes=get_bytes)
+    with pytest.raises(StorageError, match="failed 1 times"):
+        RetryingStorage(lambda: away, RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)).get_bytes("x")
+
+
+def test_a_terminated_evaluation_does_not_retry_for_longer_than_its_process_lives(tmp_path, monkeypatch):
+    checked = []
+
+    def evaluate_one(*_, termination, **__):
+        termination.end_retries()  # as once its grace has ended
+        check_that_it_tries_once()
+        checked.append(None)
+
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", evaluate_one)
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    Attempt(store).session().report({}, folder(tmp_path / "c", a="1"))
+    assert evaluate("json:loads", store.spec.url, "run") == {}
+    assert len(checked) == 1
+
+
+def test_the_outcome_of_a_terminated_sweep_is_tried_once(tmp_path, monkeypatch):
+    recorded = []
+
+    def record(_, outcome):
+        check_that_it_tries_once()
+        recorded.append(outcome.ending)
+
+    @contextmanager
+    def cancelled(termination, _):
+        termination.request(CancelledInPrefect())
+        yield
+
+    monkeypatch.setattr(sweeping, "cancellable", cancelled)
+    monkeypatch.setattr(sweeping, "record_outcome", record)
+    run_config, search = RunConfig(name="sweep", storage=tmp_path), SearchConfig(metric="loss")
+    with pytest.raises(CancelledInPrefect):
+        sweep(f"{SUPPORT / 'trainings.py'}:report_a_name", {"lr": uniform(0, 1)}, search=search, run=run_config)
+    assert recorded == ["cancelled"]
 
 
 def test_a_sweep_is_cancellable_and_has_recorded_that_before_its_page_is_shown(monkeypatch, tmp_path):
