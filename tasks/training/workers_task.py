@@ -77,11 +77,12 @@ def train_workers(
     gpus = gpus or GpuAllocation(0, None, job.run)
 
     def lead() -> Any:
-        while True:
-            leader = _Leader(job, observers, termination, restarts, gpus, machines)
-            value = leader.lead()
-            if not leader.regrows:
-                return held(value)
+        with library_logs_in_run():
+            while True:
+                leader = _Leader(job, observers, termination, restarts, gpus, machines)
+                value = leader.lead()
+                if not leader.regrows:
+                    return held(value)
 
     return termination.outlast(lead)
 
@@ -171,7 +172,7 @@ class _Leader:
         return nullcontext() if self._machines is None else self._machines.lend(self._termination.raise_if_requested)
 
     def _train(self, claimed: Attempt, lease: Lease | None) -> Any:
-        with library_logs_in_run(), ended_by(self._termination.raise_if_requested):  # it may read for minutes
+        with ended_by(self._termination.raise_if_requested):  # it may read for minutes
             start = choose_start(self._store, self._job, claimed, self._observers)
         self._observers.notify(AttemptStarted(claimed, start.path))
         try:

@@ -15,12 +15,13 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows import Result, RunConfig
+from prefect_torch.flows import Result, RunConfig, train
 from prefect_torch.flows.monitoring import messages
 from prefect_torch.flows.monitoring.messages import LocationObserver
 from prefect_torch.flows.result import summarize
 from prefect_torch.tasks import run_logs
 from prefect_torch.tasks.run_logs import library_logs_in_run
+from prefect_torch.tasks.training import workers_task
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
 from ranks import Attempt as RankAttempt
 from ranks import folder
@@ -156,6 +157,29 @@ def test_a_line_about_checkpoints_is_shown_once(monkeypatch):
         root.removeHandler(console)
     shown = console.console.file.getvalue()
     assert [shown.count(text) for text in ("damaged", "of another thread", "of no run")] == [1, 1, 1]
+
+
+def test_what_is_said_of_checkpoints_before_and_after_the_ranks_is_told_in_the_runs_log(monkeypatch, caplog, tmp_path):
+    """Such as the output of a failing sync tool, or what a start leaves out: it was in the output of the process alone."""
+
+    def tell(name):
+        call = getattr(workers_task, name)
+
+        def telling(*args):
+            logging.getLogger("prefect_torch.ckpt.storage").warning("during %s", name)
+            return call(*args)
+
+        monkeypatch.setattr(workers_task, name, telling)
+
+    for name in ("claim", "RunRecorder", "record_outcome"):
+        tell(name)
+    train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="run", storage=str(tmp_path)))
+    told = [it.getMessage() for it in caplog.records if it.name in ("prefect.task_runs", "prefect.flow_runs")]
+    assert [line for line in told if line.startswith("during ")] == [
+        "during claim",
+        "during RunRecorder",
+        "during record_outcome",
+    ]
 
 
 def test_a_bit_that_flips_as_several_files_are_verified_is_told_in_the_runs_log(monkeypatch, caplog, tmp_path):
