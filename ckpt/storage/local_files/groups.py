@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.protocol import Transfer
 from .copies import copy_file, naming_if_full, read_small, require_whole, write_small
 from .free_space import FreeSpace
 from .root_folder import RootFolder, Way
-from .syncing import GroupSync, is_unwritten, version_of
+from .syncing import GroupSync, check_written, version_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -127,8 +127,7 @@ class _Group:
 
     def _take(self, folder: _Folder, name: str, path: Path) -> bool:
         """Digest a file to link, and return whether it may be linked; else it is to be copied."""
-        if is_unwritten(path.lstat()):
-            raise OSError(f"the system could not write {path} to the disk, and may have lost its data: write the file anew")
+        check_written(path)
         if not _is_the_callers_alone(folder.way, path.lstat()) or not _has_access_of(folder.way, path):
             return False
         try:

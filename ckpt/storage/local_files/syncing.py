@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+from prefect_torch.ckpt.errors import full_storage, is_of_full_disk
 from prefect_torch.ckpt.storage.machine.mounts import filesystem_of
 
 from .copies import naming_if_full
@@ -20,7 +21,7 @@ _SYNCED_WHOLE = {"btrfs", "ext4", "f2fs", "xfs"}
 _SINCE_LINUX = (5, 8)  # before, it did not report a failed write
 _AT_ONCE = 8
 _LEAST_FILES = 64  # fewer are synced one by one, without waiting for the writes of other programs
-_unwritten: set[tuple[int, int, int]] = set()  # the versions of the files whose sync has failed in this process
+_unwritten: dict[tuple[int, int, int], bool] = {}  # whether a full disk was why, by the version of a file whose sync has failed
 
 
 def version_of(status: os.stat_result) -> tuple[int, int, int]:
@@ -28,12 +29,19 @@ def version_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def is_unwritten(status: os.stat_result) -> bool:
-    """Return whether a sync of this file has failed before: the next one would succeed, though its data may be lost.
+def check_written(path: Path) -> None:
+    """Raise if a sync of this file has failed in this process: the next one would succeed, though its data may be lost.
 
     Linux tells of a failed write once, and does not write again (https://lwn.net/Articles/752063/).
+
+    Raises:
+        OSError: If it did; that of a full disk if that was the reason.
+
     """
-    return version_of(status) in _unwritten
+    was_full = _unwritten.get(version_of(path.lstat()))
+    if was_full is not None:
+        lost = f"the system could not write {path} to the disk, and may have lost its data: write the file anew"
+        raise full_storage(lost, str(path)) if was_full else OSError(lost)
 
 
 class GroupSync:
@@ -100,8 +108,8 @@ def _sync_file(path: Path) -> None:
     try:
         with naming_if_full(lambda: path):  # a file server may report a full disk only now
             os.fsync(descriptor)
-    except OSError:
-        _unwritten.add(version_of(os.fstat(descriptor)))
+    except OSError as exc:
+        _unwritten[version_of(os.fstat(descriptor))] = is_of_full_disk(exc)
         raise
     finally:
         os.close(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.storage.local_files import syncing
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
@@ -259,8 +260,9 @@ def test_an_owned_file_whose_sync_has_failed_is_refused_until_it_is_written_anew
     with pytest.raises(OSError, match=expected):
         retrying.put_files(files, owned=True)
     assert (lost, told, list(storage.list(""))) == (set(), [], [])
-    with pytest.raises(OSError, match="/7 to the disk, and may have lost its data: write the file anew"):
+    with pytest.raises(OSError, match="/7 to the disk, and may have lost its data: write the file anew") as refused:
         retrying.put_files(files, owned=True)
+    assert is_of_full_disk(refused.value) == (reason == errno.ENOSPC)
     (source / "7").write_bytes(b"again")
     retrying.put_files(files, owned=True)
     assert storage.get_bytes("run/x/7") == b"again"
