@@ -114,16 +114,24 @@ class SlurmCluster(Cluster):
 
 
 def _without_exclusions(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Return which machines arguments of srun exclude, and the other arguments."""
+    """Return which machines arguments of srun exclude, and the other arguments.
+
+    A file of machines stays among these: srun takes what has a "/" for the name of a file, alone.
+    """
     excluded, others = [], []
     following = iter(arguments)
     for argument in following:
         if argument in (_EXCLUDE.removesuffix("="), _EXCLUDE_SHORTLY):
-            excluded.append(next(following, ""))
+            machines = next(following, "")
         elif argument.startswith((_EXCLUDE, _EXCLUDE_SHORTLY)):
-            excluded.append(argument.removeprefix(_EXCLUDE).removeprefix(_EXCLUDE_SHORTLY))
+            machines = argument.removeprefix(_EXCLUDE).removeprefix(_EXCLUDE_SHORTLY)
         else:
             others.append(argument)
+            continue
+        if "/" in machines:
+            others.append(f"{_EXCLUDE}{machines}")
+        else:
+            excluded.append(machines)
     return excluded, others
 
 

@@ -53,6 +53,9 @@ class GpuLock:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return os.pread(descriptor, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
+            except OSError:
+                if descriptor == self.descriptor:
+                    raise  # /var/tmp may be on a filesystem without locks
         return None
 
     def write_owner(self, owner: str) -> None:

@@ -31,7 +31,11 @@ class AgentLauncher:
         self.last_lines: tuple[str, ...] = ()
         self._ended = ended
         self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the process has no thread left
+            self._process.reap()
+            raise
 
     def end(self, longest_s: float) -> None:
         """Kill the command, unless it ends by itself within `longest_s`."""

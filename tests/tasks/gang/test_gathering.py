@@ -250,6 +250,11 @@ def test_srun_excludes_lost_machines_beside_those_that_its_arguments_exclude(mon
     assert all({"--time=2", "--mem=0"} <= set(command) for command in commands)
 
 
+def test_srun_takes_a_file_of_machines_to_exclude_alone():
+    """With more in the argument, it would look for a file of that name."""
+    assert slurm_cluster._without_exclusions(["-x", "/etc/bad", "--mem=0"]) == ([], ["--exclude=/etc/bad", "--mem=0"])
+
+
 class PlayedRay:
     """Ray with a CPU for each of 1000 ranks, of which fewer fit: as many as it has machines, one on each."""
 

@@ -1,6 +1,8 @@
 """Which GPUs ranks have, with GPUs that torch believes in; the processes and the locks are real."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import pickle
 import re
@@ -251,6 +253,22 @@ def test_a_gpu_is_in_use_though_a_file_of_its_lock_was_deleted(machine, place):
 
 def test_gpus_are_taken_where_there_is_no_directory_for_the_second_file_of_a_lock(machine, monkeypatch, tmp_path):
     monkeypatch.setattr(locks, "_LOCKS", (locks._LOCKS[0], tmp_path / "missing"))
+    allocated = allocation(3)
+    take(allocated)
+    with pytest.raises(GpusBusyError):
+        take(allocation(1))
+    allocated.release()
+
+
+def test_gpus_are_taken_where_the_second_file_of_a_lock_is_on_a_filesystem_without_locks(machine, monkeypatch):
+    flock, first = fcntl.flock, locks._LOCKS[0].stat().st_dev
+
+    def refuse(descriptor, operation):
+        if os.fstat(descriptor).st_dev != first:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     allocated = allocation(3)
     take(allocated)
     with pytest.raises(GpusBusyError):
