@@ -22,6 +22,7 @@ from .flow_run_errors import flow_run_errors_explained
 BEHAVIOR = "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"
 _POLL_S = 0.2
 _LONGEST_END_S = 600.0  # after its grace, before the process of a cancelled flow run is killed
+_LONGEST_GRACE_S = 3600.0  # of the trainings of a user's own flow, which may have any
 
 
 def execute_gracefully(flow_run_id: UUID) -> int:
@@ -31,7 +32,7 @@ def execute_gracefully(flow_run_id: UUID) -> int:
     be scheduled elsewhere: a second process would fence the first, which then cannot commit its last checkpoint. Here the flow
     run is rescheduled after its process has exited, and only the container's grace period limits its time. After a cancellation
     in Prefect nobody ends the container: a process that has not exited ten minutes after its grace (`FailureConfig.grace_s`) is
-    killed.
+    killed; one of a user's own flow, whose trainings may have any grace, after 70 minutes.
 
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
     "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.
@@ -70,7 +71,9 @@ def _look_up(flow_run_id: UUID) -> FlowRun:
 
 
 def _grace_s(flow_run: FlowRun) -> float:
-    """Return how long the ranks of a flow run have for a last checkpoint, as far as its parameters say."""
+    """Return how long the ranks of a flow run have for a last checkpoint, by its parameters; an hour in a user's own flow."""
+    if flow_run.parameters.keys().isdisjoint(("failure", "train_fn", "eval_fn")):
+        return _LONGEST_GRACE_S
     try:
         return FailureConfig.model_validate(flow_run.parameters.get("failure") or {}).grace_s
     except ValueError:  # it is another flow's parameter

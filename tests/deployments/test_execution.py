@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
@@ -119,6 +120,15 @@ def test_a_flow_run_is_executed_though_the_server_has_no_database_as_it_begins(p
 
 
 @pytest.mark.timeout(300)
+def test_the_trainings_of_a_users_own_flow_may_have_any_grace():
+    def longest_grace_s(**parameters):
+        return execution._grace_s(SimpleNamespace(parameters=parameters))
+
+    assert longest_grace_s(path="data.csv") == 3600
+    assert longest_grace_s(train_fn="m:f", failure={"grace_s": 7}) == 7
+    assert longest_grace_s(train_fn="m:f") == FailureConfig().grace_s
+
+
 def test_a_cancelled_flow_that_does_not_end_is_killed(prefect_server, tmp_path, monkeypatch):
     """Nobody ends its container: it waited for ever. The limit is a second here, after the grace in the parameters."""
     monkeypatch.chdir(tmp_path)
