@@ -105,6 +105,8 @@ class SweepObserver:
             self._read()
         if self._table is not None:
             self._table.show(self._view)
+            if final:
+                self._table.close()  # before a publication that may be tried for minutes
         if is_due:
             self._backoff.record()
             self._publish(final=final)
