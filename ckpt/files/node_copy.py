@@ -52,8 +52,8 @@ class NodeCopy:
     def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
         """Return a directory with `files`, verified, of which each was downloaded once on this node.
 
-        Returns None if `files` is empty, they are read in place, there is too little space for those that this node does not
-        have yet, or the disk fails.
+        Returns None if `files` is empty, they are read in place, this node does not have all of them and has too little
+        space for them, or the disk fails.
 
         Raises:
             CheckpointCorruptError: If a file differs from the committed one.

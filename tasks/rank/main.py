@@ -154,7 +154,9 @@ def _enter_paths(spec: RankSpec, held: ExitStack) -> tuple[PackedFunction, Check
         return function, None
     with _final(RuntimeError, ValueError):
         run = _open_run(spec)
-    download_missing(spec.storage, spec.working_dir.run or spec.run, [spec.working_dir.key_for(run)])
+    key = spec.working_dir.key_for(run)
+    folder = "" if spec.working_dir.run is None else f"{key.rpartition('/')[0]}/"  # of a sweep, a trial needs nothing else
+    download_missing(spec.storage, spec.working_dir.run or spec.run, [key], folder)
     copy = held.enter_context(unpacked(spec.working_dir, run))
     function = within(function, spec.working_dir.root, copy)
     enter_paths(function, is_elsewhere=is_elsewhere)

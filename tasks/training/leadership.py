@@ -29,7 +29,7 @@ class Claimant:
         restarted: The flow runs that the owner's restarts.
         world_size: The number of ranks; 0 for a sweep.
         settings: The fields of the training's retention policy.
-        is_alone: Whether no other machine stores anything of the run.
+        is_alone: Whether all ranks are on the owner's machine.
 
     """
 

@@ -6,6 +6,7 @@ import os
 import re
 import symtable
 import sys
+import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,6 +22,7 @@ TrainFunction: TypeAlias = Callable[..., Any]
 _LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _REFERENCE = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)", re.ASCII)
 _STAR_IMPORT = re.compile(rb"\bimport[\s\\(]*\*")
+_searching = threading.Lock()  # trainings may begin in several threads
 _added: list[str] = []  # what `search` has added to `sys.path`: these strings, since others may add equal ones
 
 
@@ -32,10 +34,11 @@ def search(working_dir: str | Path | None) -> None:
     directories = [] if working_dir is None else [str(Path(working_dir).expanduser().resolve())]
     if "" not in sys.path:  # the process of a worker does not search its working directory
         directories.append(str(Path.cwd()))
-    end = next((number for number, entry in enumerate(sys.path) if _is_added(entry)), len(sys.path))
-    first = [it for it in directories if it not in sys.path[:end]]
-    sys.path[end:] = [*first, *(it for it in sys.path[end:] if not (it in first and _is_added(it)))]
-    _added[:] = [*first, *(it for it in _added if it not in first)]
+    with _searching:
+        end = next((number for number, entry in enumerate(sys.path) if _is_added(entry)), len(sys.path))
+        first = [it for it in directories if it not in sys.path[:end]]
+        sys.path[end:] = [*first, *(it for it in sys.path[end:] if not (it in first and _is_added(it)))]
+        _added[:] = [*first, *(it for it in _added if it not in first)]
 
 
 def _is_added(entry: str) -> bool:
