@@ -178,16 +178,11 @@ def _ends_by_itself(name: str) -> bool:
 
 
 def _cancel(name: str) -> None:
-    ends_s = time.monotonic() + _ANSWER_S
-    while True:
-        try:
-            _run("scancel", f"--name={name}")
-        except subprocess.SubprocessError:
-            if time.monotonic() > ends_s:
-                raise
-        else:
-            return
-        time.sleep(_POLL_S)
+    from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed  # noqa: PLC0415 - rarely needed
+
+    is_temporary = retry_if_exception_type(subprocess.SubprocessError)
+    retrying = Retrying(retry=is_temporary, stop=stop_after_delay(_ANSWER_S), wait=wait_fixed(_POLL_S), reraise=True)
+    retrying(_run, "scancel", f"--name={name}")
 
 
 def _run(*command: str) -> str:
