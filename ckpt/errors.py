@@ -21,6 +21,10 @@ Every error takes a single message, so every error pickles.
 
 import errno
 import os
+from json import JSONDecodeError
+
+# What Prefect's client raises for the page of a proxy in the place of an answer, with status 200: it may answer later.
+PAGE_OF_PROXY = (JSONDecodeError, UnicodeDecodeError)
 
 
 class CheckpointError(Exception):

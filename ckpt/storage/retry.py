@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import islice
-from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.errors import PAGE_OF_PROXY, StorageError
 
 from .protocol import ObjectInfo, RetryPolicy, Splits, Storage, Transfer
 from .server_codes import EXPIRED, UNKNOWN
@@ -79,8 +78,7 @@ class LoginError(ValueError):
     """The login of an AWS profile is incomplete, or its source failed: once it has been used, it may be usable again later."""
 
 
-# Values are wrong for good, but a login's source may work again later; the last two: a proxy answers with a page of its own.
-_LATER = (LoginError, JSONDecodeError, UnicodeDecodeError)
+_LATER = (LoginError, *PAGE_OF_PROXY)  # other values are wrong for good, but the source of a login may work again later
 
 
 def classify(error: BaseException) -> ErrorClass:

@@ -2,11 +2,11 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from json import JSONDecodeError
 from pathlib import Path
 
 import click
 from prefect_torch.ckpt import Storage, StorageError
+from prefect_torch.ckpt.errors import PAGE_OF_PROXY
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
@@ -46,8 +46,7 @@ def open_named_storage(text: str) -> Storage:
         with _longer_startup_for_blocks(text):
             spec = parse_storage(text)
     except Exception as exc:
-        is_page = isinstance(exc, JSONDecodeError)  # of a proxy, in the place of Prefect's answer
-        if not is_block_slug(text) or (isinstance(exc, ValueError) and not is_page):
+        if not is_block_slug(text) or (isinstance(exc, ValueError) and not isinstance(exc, PAGE_OF_PROXY)):
             raise
         why = str(exc).rstrip(".")
         raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc

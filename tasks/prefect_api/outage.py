@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
-from json import JSONDecodeError
 from typing import Any
 from uuid import UUID
 
@@ -23,6 +22,7 @@ from prefect.settings import (
     PREFECT_CLIENT_RETRY_EXTRA_CODES,
     PREFECT_SERVER_CSRF_PROTECTION_ENABLED,
 )
+from prefect_torch.ckpt.errors import PAGE_OF_PROXY
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_server import ServerKeeper, embedded_server_kept_running
@@ -133,8 +133,7 @@ def is_key_refused(error: BaseException) -> bool:
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.is_server_error or error.response.status_code in _LATER
-    # The last two: a proxy answers with a page of its own, and status 200.
-    return isinstance(error, (httpx.TransportError, JSONDecodeError, UnicodeDecodeError))
+    return isinstance(error, (httpx.TransportError, *PAGE_OF_PROXY))
 
 
 def _defaults() -> dict[Any, Any]:

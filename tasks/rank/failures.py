@@ -9,7 +9,6 @@ import signal
 from collections.abc import Iterable
 from concurrent.futures import BrokenExecutor
 from itertools import chain
-from json import JSONDecodeError
 from pathlib import Path
 from traceback import walk_tb
 from typing import TypeGuard
@@ -27,7 +26,7 @@ from prefect_torch.ckpt import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from prefect_torch.ckpt.errors import is_of_full_disk
+from prefect_torch.ckpt.errors import PAGE_OF_PROXY, is_of_full_disk
 from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
 from .errors import NotEnoughMachinesError, RankFailedError, RankFailureKind, StorageNotSeenError
@@ -77,7 +76,6 @@ _OF_CUDA: dict[int, tuple[str, RankFailureKind]] = {
 _CUDA_ERROR = "CUDA error: "
 _NO_THREAD = "can't start new thread"  # of CPython; such a limit may be reached for a moment only
 _OF_PREFECT = "httpx.HTTPError"
-_OF_PAGES = (JSONDecodeError, UnicodeDecodeError)  # what Prefect's client raises for the page of a proxy, with status 200
 # Gloo throws a plain RuntimeError whose text begins with the location in its source, or with what torch was about to do: to
 # connect a group, to pass a monitored barrier, of which TORCH_DISTRIBUTED_DEBUG=DETAIL puts one before each collective. It may
 # be raised anywhere: in a collective, in work.wait() of the user, in the backward pass of DDP. The location in TensorPipe, of
@@ -178,7 +176,7 @@ def counts_against(error: BaseException) -> FailureKind:
     failed = error if isinstance(error, RankFailedError) else error.__cause__
     if isinstance(failed, RankFailedError):
         return _BUDGETS[failed.kind]
-    if isinstance(error, (StorageError, NotEnoughMachinesError, *_OF_PAGES)) or _OF_PREFECT in _type_names(error):
+    if isinstance(error, (StorageError, NotEnoughMachinesError, *PAGE_OF_PROXY)) or _OF_PREFECT in _type_names(error):
         return "infrastructure"
     if isinstance(error, StorageFullError) or is_of_full_disk(error):
         return "user"
