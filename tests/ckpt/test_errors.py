@@ -5,7 +5,7 @@ import pytest
 from prefect_torch.ckpt import errors
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 
-ALL = [value for value in vars(errors).values() if isinstance(value, type)]
+ALL = [value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__]
 
 
 @pytest.mark.parametrize("kind", ALL)
