@@ -242,6 +242,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
 
         if training.working_dir is not None:
             training = replace(training, working_dir=training.working_dir.stored_by(run))
+        training = replace(training, num_beside=_num_at_once(training, min(search.max_concurrent, searched.num_trials)))
         local = LocalTrials(training, searched, run)
         trials: TrialRuns = local
         if sweep.trials_on is not None:
@@ -261,6 +262,13 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
         if before and searched.trials == before:
             get_run_logger().warning("%s", _nothing_left(search, searched))
     return searched.trials
+
+
+def _num_at_once(training: Training, most: int) -> int:
+    """Return how many trials compute on the CPUs of one machine at a time; those on GPUs wait until enough of them are free."""
+    if training.scaling.cluster is not None:
+        return 1
+    return min(most, max(1, len(training.gpus) // training.scaling.fewest_workers)) if training.scaling.use_gpu else most
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

@@ -47,6 +47,7 @@ class RankSpec:
             where that is the rendezvous.
         node_name: The name of its machine in messages; None on one machine.
         working_dir: The directory in whose copy it runs; None for that of the flow's process.
+        num_beside: How many gangs compute on the CPUs of its machine at a time, with its own.
 
     """
 
@@ -75,6 +76,7 @@ class RankSpec:
     has_node_store: bool = False
     node_name: str | None = None
     working_dir: StoredDirectory | None = None
+    num_beside: int = 1
 
     @property
     def group(self) -> str:

@@ -290,4 +290,5 @@ def _first_rank(
             job.failure.grace_s,
         ),
         flush_s=_FLUSH_S,
+        num_beside=job.num_beside,
     )

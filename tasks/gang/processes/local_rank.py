@@ -77,7 +77,7 @@ def prepare_ranks(num_ranks: int) -> None:
     """Start the server that forks the ranks of this machine, unless it runs, without waiting for it.
 
     Args:
-        num_ranks: How many ranks this machine will have.
+        num_ranks: How many ranks this machine will have at a time.
 
     Raises:
         OSError: If this process may have so few files open that a training would hang.
@@ -108,4 +108,4 @@ def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
     comes_from_block = any(storage.credential_source is not None for storage in spec.storages)
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in SECRETS_OF_PREFECT}
-    return default_threads(spec.local_world_size) | kept | spec.environment()
+    return default_threads(spec.local_world_size * spec.num_beside) | kept | spec.environment()

@@ -22,12 +22,16 @@ def count_cpus(proc: Path = _PROC) -> int:
     return max(1, min([allowed, *(math.ceil(limit) for limit in _limits(proc))]))
 
 
-def default_threads(local_world_size: int) -> dict[str, str]:
+def default_threads(num_ranks: int) -> dict[str, str]:
     """Return the variable that gives each of the ranks on this machine its share of the CPUs.
 
     By default every rank computes with as many threads as there are cores, all ranks together with far more.
+
+    Args:
+        num_ranks: How many ranks compute at a time.
+
     """
-    return {"OMP_NUM_THREADS": str(max(1, count_cpus() // local_world_size))}
+    return {"OMP_NUM_THREADS": str(max(1, count_cpus() // num_ranks))}
 
 
 def stay_near(devices: Sequence[str], own: int, sys: Path = _SYS) -> str | None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -71,6 +72,7 @@ from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
 from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.tasks.prefect_api.client import SubflowClients
+from prefect_torch.tasks.rank.resources.cpus import count_cpus
 from prefect_torch.tasks.training import backoff, outcomes
 from stored_sweeps import store_sweep
 from told_trainings import events_about
@@ -185,6 +187,13 @@ def num_stores() -> int:
         with suppress(OSError):  # it has ended meanwhile
             names.append((thread / "comm").read_text())
     return sum(name.startswith("pt_tcpstore") for name in names)
+
+
+def test_trials_at_once_share_the_cpus_of_the_machine(run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    searching, nothing = partial(sweep, "sweep_trainings:tell_threads", {"x": choice([1])}, {}, run=run), search(num_trials=1)
+    assert searching(nothing).best.metrics["loss"] == count_cpus()
+    assert searching(search(max_concurrent=9)).trials[1].metrics["loss"] == max(1, count_cpus() // 3), "of three trials"
 
 
 def test_the_cluster_of_the_task_runner_has_the_ranks_of_all_trials(run):
