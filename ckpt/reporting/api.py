@@ -164,7 +164,7 @@ def get_checkpoint() -> Checkpoint | None:
         RuntimeError: Outside of a training function.
 
     """
-    return _require_session("get_checkpoint").restored
+    return _require_session("get_checkpoint").get_checkpoint()
 
 
 def newest_step() -> int:

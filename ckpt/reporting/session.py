@@ -1,5 +1,6 @@
 """One rank's session of a training: each of its reports, from the user's arguments to the manifest."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ from .overhead import OverheadBudget
 from .rank_part import stage
 from .rank_report import Report, ReportArguments, ReportPreparation, check_step
 from .rounds import Rounds
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class RankSession:
         self._decisions = None if settings.decisions is None else Decisions(peers, self._events, settings.decisions)
         self._one_report = Lock()
         self._num_reports = 0
+        self._has_asked = False
         self._last_step = -1 if restored is None else restored.step
 
     def report(self, given: ReportArguments) -> None:
@@ -121,6 +125,7 @@ class RankSession:
 
         """
         with self._one_report, ExitStack() as cleanup:
+            self._warn_if_begun_anew()
             if self._decisions is not None:
                 self._decisions.raise_if_stopped()
             following = self._last_step + 1
@@ -155,6 +160,22 @@ class RankSession:
                     self._preparation.remember_emptied(report)
         if agreement.ends_training:
             raise SystemExit
+
+    def get_checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint that this attempt begins from, for the training function; None on a fresh start."""
+        self._has_asked = True
+        return self.restored
+
+    def _warn_if_begun_anew(self) -> None:
+        """Warn, once, of a function that resumes nothing: its steps, and its trial's rungs, would be those of other weights."""
+        if self._has_asked or self.restored is None or self.context.world_rank != 0:
+            return
+        self._has_asked = True
+        _logger.warning(
+            "the function has not called get_checkpoint(), so it trains from the beginning, though its attempt continues from %s: "
+            "its steps count on from there",
+            self.restored.id,
+        )
 
     @property
     def newest_step(self) -> int:

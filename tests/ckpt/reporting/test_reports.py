@@ -1155,3 +1155,26 @@ def test_a_last_checkpoint_that_failed_may_be_reported_again(store, tmp_path, mo
     session.finish()
     assert len(failed) == 1
     assert store.latest().step == 1
+
+
+def test_a_function_that_does_not_ask_for_the_checkpoint_of_its_attempt_is_warned_once_that_it_trains_anew(store, caplog):
+    def train(session, _rank):
+        with as_rank(session):
+            for _ in range(2):
+                report({"loss": 1.0})
+
+    assert Attempt(store, 1).run(lambda session, _: session.report({}, state={"epoch": 0})) == [None]
+    (manifest,) = store.list()
+    assert not caplog.records
+    assert Attempt(store, 1).run(train) == [None]
+    (record,) = caplog.records
+    assert re.match(rf"the function has not called get_checkpoint\(\), .* from {manifest.id}: ", record.message)
+
+    def resume(session, rank):
+        with as_rank(session):
+            assert get_checkpoint().id == manifest.id
+        train(session, rank)
+
+    caplog.clear()
+    assert Attempt(store, 1).run(resume) == [None]
+    assert not caplog.records
