@@ -13,6 +13,7 @@ from .agreement import AsksLeader
 from .events import DecisionRequest, EventSender
 
 TRAINING_ITERATION = "training_iteration"  # as a time: the number of reports
+COUNTED_TIMES = ("step", TRAINING_ITERATION)  # which every report has
 
 
 class TrainingStopped(SystemExit):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
-from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION
+from prefect_torch.ckpt.reporting.decisions import COUNTED_TIMES
 from prefect_torch.ckpt.runs.metrics import flatten_metrics, with_numbers
 from prefect_torch.ckpt.text import show_class
 from prefect_torch.tasks.options.run_form import FormModel
@@ -161,7 +161,7 @@ class SearchConfig(FormModel):
     @property
     def is_timed_by_metric(self) -> bool:
         """Whether times are a metric, which may be a fraction or missing, and not a count."""
-        return self.time_attr not in ("step", TRAINING_ITERATION)
+        return self.time_attr not in COUNTED_TIMES
 
     @property
     def metrics(self) -> list[str]:

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from prefect_torch.ckpt import CheckpointError
-from prefect_torch.ckpt.reporting.decisions import time_of
+from prefect_torch.ckpt.reporting.decisions import COUNTED_TIMES, time_of
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.flows.sweeps.limits import limits_of
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 
 _FIRST_LOOK_S = 60.0  # before the first look at running trials, which may have no other end; each next look is twice as late
@@ -27,7 +28,8 @@ class UnusedCriteria:
 
     def __init__(self, search: SearchConfig) -> None:
         self._search = search
-        self._limits = dict(search.stop or {})
+        self._limits = {name: limit for name, limit in limits_of(search).items() if name not in COUNTED_TIMES}
+        self._max_t = search.max_t
         self._awaits_decision = True
         self._began_s, self._next_look_s = time.monotonic(), _FIRST_LOOK_S
 
@@ -64,6 +66,7 @@ class UnusedCriteria:
         """
         if trial.state != "completed":
             return
+        yield from self._early_end(trial)
         if any(report.checkpoint for report in trial.reports):
             self._awaits_decision = False
         due = first_decision if self._awaits_decision else None
@@ -84,6 +87,11 @@ class UnusedCriteria:
                 f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it ended at "
                 f"{self._search.time_attr}={longest:g}, and the first decision is at {due:g}"
             )
+        elif any(report.checkpoint is not None for report in reports):
+            yield (
+                f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: no report of a checkpoint has "
+                f"{self._search.metrics[0]!r}; report both in one call"
+            )
         else:
             yield (
                 f"scheduler={self._search.scheduler!r} has not decided on trial {trial.number}: it reached "
@@ -91,13 +99,25 @@ class UnusedCriteria:
                 "which the trial can go on; report one at least as often as there are decisions"
             )
 
+    def _early_end(self, trial: TrialRecord) -> Iterator[str]:
+        """Yield a warning if the first report of a trial has completed it: the limit was meant to be in other units."""
+        first = trial.reports[0] if trial.reports else None
+        if self._max_t is not None and first is not None and first.num_reports == 1 and first.time >= self._max_t:
+            yield (
+                f"max_t={self._max_t:g} has completed trial {trial.number} at its first report, at {self._search.time_attr}="
+                f"{first.time:g}; the steps of Lightning and Transformers are those of the optimizer: give max_t in these, or "
+                "time_attr='training_iteration', which counts reports"
+            )
+            self._max_t, self._awaits_decision = None, False
+
     def _missing_limits(self, trial: TrialRecord, reports: Sequence[MetricRecord], when: str = "") -> Iterator[str]:
         names = sorted({name for record in reports for name in record.metrics})
         limits, self._limits = self._limits, {}
         for name, limit in limits.items():
             if not _has(name, reports):
+                given = f"stop={{{name!r}: {limit:g}}}" if name in (self._search.stop or {}) else f"max_t={limit:g}"
                 yield (
-                    f"stop={{{name!r}: {limit:g}}} completes no trial: no report of trial {trial.number} {when}has {name!r} as "
+                    f"{given} completes no trial: no report of trial {trial.number} {when}has {name!r} as "
                     f"a number; its reports have {encodable(', '.join(names)) or 'none at all'}"
                 )
 

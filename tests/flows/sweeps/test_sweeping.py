@@ -666,6 +666,7 @@ def test_a_config_and_a_space_with_one_dict_are_merged_and_a_tuple_in_a_space_go
         ({"scheduler": "asha", "max_t": 3}, "scheduler='asha' has not decided on trial 0: it reached step=3 without"),
         ({"scheduler": "pbt", "perturbation_interval": 2}, "scheduler='pbt' has not decided on trial 0"),
         ({"scheduler": "median"}, None),
+        ({"max_t": 9, "time_attr": "epochs"}, "max_t=9 completes no trial: no report of trial 0 has 'epochs' as a number"),
         (
             {"scheduler": "asha", "grace_period": 4, "max_t": 9},
             "scheduler='asha' has not decided on trial 0: it ended at step=3, and the first decision is at 4",
@@ -679,6 +680,22 @@ def test_what_decides_nothing_for_want_of_a_metric_or_a_checkpoint_is_said_once(
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text for text in told if expected and text.startswith(expected)] == told
     assert len(told) == (expected is not None)
+
+
+def test_a_checkpoint_without_the_metric_and_an_end_at_the_first_report_are_said_once(run, caplog):
+    """A function may report them in two calls, and steps of an optimizer where a limit was meant in epochs."""
+    searching = partial(sweep, "sweep_trainings:report_checkpoint_apart", {"lr": grid([1, 2])}, run=run)
+    searching(search=search(sampler=None, num_trials=2, scheduler="asha", grace_period=430, max_t=9000))
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told == [
+        "scheduler='asha' has not decided on trial 0: no report of a checkpoint has 'loss'; report both in one call"
+    ]
+    caplog.clear()
+    early = search(sampler=None, num_trials=2, scheduler="asha", max_t=5)
+    result = searching(search=early, run=run.model_copy(update={"name": "early"}))
+    assert [trial.reason for trial in result.trials] == ["step=430 has reached 5"] * 2
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told.startswith("max_t=5 has completed trial 0 at its first report, at step=430; ")
 
 
 def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp_path, monkeypatch):
