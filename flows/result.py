@@ -39,7 +39,7 @@ class Result:
         checkpoint: The latest checkpoint; None without checkpoints.
         best_checkpoints: The checkpoints in storage with their metrics, best first, including those that are kept for another
             reason, such as the latest.
-        history: Every report of rank 0, in order.
+        history: Every report of rank 0, in order, and what it has logged between reports (`is_logged`).
         path: The run's local path or URL.
         attempts: The number of the run's attempts.
         error: The error that ended the newest attempt; None if it completed, runs, or was killed before an error was
@@ -67,8 +67,8 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> "pd.DataFrame":
-        """Every report of rank 0 as a pandas DataFrame: a column per metric ("a/b" for nested ones), and step, attempt,
-        checkpoint and reported_at where no metric has that name.
+        """The history as a pandas DataFrame: a column per metric ("a/b" for nested ones), and step, attempt, checkpoint,
+        reported_at and is_logged where no metric has that name. `frame[~frame["is_logged"]]` has a row for each report.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -85,6 +85,7 @@ class Result:
                     "attempt": record.attempt,
                     "checkpoint": record.checkpoint,
                     "reported_at": record.reported_at,
+                    "is_logged": record.is_logged,
                     **dict(flatten_metrics(record.metrics)),
                 }
                 for record in self.history

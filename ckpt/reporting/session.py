@@ -172,8 +172,8 @@ class RankSession:
             return
         self._has_asked = True
         _logger.warning(
-            "the function has not called get_checkpoint(), so it trains from the beginning, though its attempt continues from %s: "
-            "its steps count on from there",
+            "the function has not called get_checkpoint(), so it trains from the beginning, though its attempt continues from "
+            "%s: its steps count on from there",
             self.restored.id,
         )
 

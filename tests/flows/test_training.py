@@ -34,7 +34,11 @@ from prefect_torch.ckpt import (
 )
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.index.segments import FEW, read_index
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
@@ -97,6 +101,17 @@ def test_a_training_that_keeps_many_checkpoints_indexes_their_manifests(run):
     assert len(store.list()) == FEW + 1
     assert indexed == store.list()[: len(indexed)]
     assert len(indexed) >= FEW
+
+
+def test_the_dataframe_distinguishes_reports_from_what_was_logged_between_them(tmp_path):
+    run = Run.open(tmp_path, "run")
+    history = HistoryWriter(run, claim_attempt(run, Owner.current(), world_size=1).number)
+    for step, metrics, is_logged in [(0, {"loss": 2}, False), (0, {"lr": 0.1}, True), (1, {"loss": 1}, False)]:
+        history.append(MetricRecord(1, step, metrics, None, "2026-01-01T00:00:00+00:00", is_logged=is_logged))
+    history.flush()
+    frame = Result.from_storage(tmp_path, "run").metrics_dataframe
+    assert list(frame["is_logged"]) == [False, True, False]
+    assert list(frame[~frame["is_logged"]]["loss"]) == [2, 1]
 
 
 def test_a_failed_rank_restarts_all_from_the_latest_checkpoint_however_it_has_ended(run, opened):
