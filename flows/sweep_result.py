@@ -244,7 +244,7 @@ class SweepResult:
             history: Its trials.
 
         """
-        trials = [_trial(run, definition, history[number]) for number in sorted(history)]
+        trials = [_trial(run, definition, history[number].trained) for number in sorted(history)]
         return cls(run.name, run.path, trials, definition.metrics, definition.modes)
 
     def _scores(self, trial: Trial) -> list[float] | None:

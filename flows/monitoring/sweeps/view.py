@@ -172,10 +172,10 @@ class SweepView:
         metrics = curve.metrics if record.state == "running" and curve.metrics else record.metrics or curve.metrics
         return SeenTrial(
             record.number,
-            record.run,
+            record.trained.run,
             record.state,
             record.reason,
-            parameters_of(record.config),
+            parameters_of(record.trained.config),
             metrics,
             value_in(metrics, record.state, self.metric),
             tuple(report.time for report in record.reports),

@@ -73,6 +73,11 @@ class TrialRecord:
     reports_before: int = 0
     common: dict[str, Any] | None = None
 
+    @property
+    def trained(self) -> "TrialRecord":
+        """The trial whose metrics these are: while it waits to continue from another one's checkpoint, as it was before."""
+        return self.former if self.former is not None and self.state == "paused" else self
+
 
 History: TypeAlias = Mapping[int, TrialRecord]
 

@@ -9,10 +9,11 @@ from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import Result, SweepResult, Trial, sweep_result
+from prefect_torch.flows.monitoring.sweeps.view import SweepView
 from prefect_torch.flows.sweeps.definition import store_definition
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialEnded, TrialReported, encode_event
 from prefect_torch.flows.sweeps.journal.journal import Journal
-from prefect_torch.flows.sweeps.journal.stored_trials import events_of
+from prefect_torch.flows.sweeps.journal.stored_trials import events_of, read_trials
 from stored_sweeps import events_of_a_sweep, store_sweep
 
 
@@ -102,6 +103,21 @@ def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path)
     entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
     (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
     assert event.cloned == Cloned("moved/trial-0001-b", {"run": "digits/x"}, Source(0, "moved/trial-0000-a", "an-id"))
+
+
+def test_a_trial_that_waits_to_continue_from_another_ones_checkpoint_has_the_config_of_its_metrics(tmp_path):
+    """So it stays if the time budget of the sweep is used up by then."""
+    run, definition = store_sweep(LocalStorage(tmp_path))
+    before = SweepResult.from_storage(tmp_path, "digits")[4]
+    cloned = Cloned("digits/trial-0004-b", {"lr": 7}, Source(3, before.run, "another-id"))
+    taken = TrialReported(4, 1, 0.1, None, {"loss": 0.1}, "paused", cloned=cloned)
+    Journal(run, 1, len(events_of_a_sweep())).append(encode_event(taken))
+    shown = SweepResult.from_storage(tmp_path, "digits").best
+    assert (shown.number, shown.state, shown.metrics) == (4, "paused", {"loss": 0.1})
+    assert (shown.run, shown.config) == (before.run, before.config)
+    view = SweepView(run, definition)
+    view.record(read_trials(run))
+    assert [(it.run, it.parameters["lr"]) for it in view.trials() if it.number == 4] == [(before.run, before.config["lr"])]
 
 
 def test_a_journal_that_lacks_ends_of_a_completed_sweep_is_told(tmp_path, caplog):
