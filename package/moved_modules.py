@@ -13,6 +13,7 @@ MOVED = {
     "prefect_torch.ckpt.manifest": "prefect_torch.ckpt.runs.manifest",
     "prefect_torch.ckpt.rank_local": "prefect_torch.ckpt.state.rank_local",
     "prefect_torch.ckpt.retention": "prefect_torch.ckpt.runs.retention",
+    "prefect_torch.ckpt.storage.blocks": "prefect_torch.ckpt.blocks",
     "prefect_torch.ckpt.store": "prefect_torch.ckpt.checkpoint_store",
     "prefect_torch.tasks.checkpoint_ref": "prefect_torch.tasks.rank.checkpoint_ref",
     "prefect_torch.tasks.config": "prefect_torch.tasks.options.config",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from prefect_torch import ckpt, flows, tasks
+from prefect_torch.ckpt import blocks
 from prefect_torch.moved_modules import MOVED
 
 PICKLED = {
@@ -31,6 +32,7 @@ KINDS = {
     "scaling": tasks.ScalingConfig,
     "checkpoint_config": tasks.CheckpointConfig,
     "failure": tasks.FailureConfig,
+    "block": blocks.CheckpointStorage,
     "result": flows.Result,
     "training_failed": flows.TrainingFailedError,
 }
