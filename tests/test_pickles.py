@@ -60,6 +60,13 @@ def test_what_a_pickle_of_0_1_holds_is_there():
     assert pickle.loads(PICKLED["ref"]).checkpoint_id == manifest.id
 
 
+def test_a_config_that_0_1_pickled_has_the_defaults_of_todays_fields():
+    assert pickle.loads(PICKLED["run_config"]) == tasks.RunConfig(name="run", storage="/tmp/nowhere")
+    assert pickle.loads(PICKLED["scaling"]) == tasks.ScalingConfig(num_workers=2)
+    assert pickle.loads(PICKLED["checkpoint_config"]) == tasks.CheckpointConfig(num_to_keep=3)
+    assert pickle.loads(PICKLED["failure"]) == tasks.FailureConfig(max_failures=2)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="a function that another version of Python pickled is bytecode of that")
 def test_a_training_function_of_0_1_finds_what_it_calls():
     function = pickle.loads(PICKLED["train_fn"])

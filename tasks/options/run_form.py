@@ -121,6 +121,12 @@ class FormModel(BaseModel):
                 raise TypeError(f"{cls.__name__} takes its fields by name only: {cls.__name__}({given})")
             return super().__new__(cls)
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Restore a pickled config; the fields that an older version's pickle does not have get their defaults."""
+        super().__setstate__(state)
+        for name, field in type(self).model_fields.items():
+            self.__dict__.setdefault(name, field.get_default(call_default_factory=True))
+
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Let `help()` print the inputs with their types alone."""
