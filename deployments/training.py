@@ -237,7 +237,8 @@ def _end_cron(deployment: RunnerDeployment) -> None:
 
 
 def _as_json(value: BaseModel | dict[str, Any]) -> dict[str, Any]:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    """Return what was given: a worker with an older version refuses settings that it does not know."""
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
 def _with_named_block(run: RunConfig | None) -> RunConfig | None:

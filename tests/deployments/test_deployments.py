@@ -14,7 +14,18 @@ from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import make_deployment
 from prefect_torch.deployments.automations import make_resumer
 from prefect_torch.deployments.resuming import resume
-from prefect_torch.flows import Hosts, RunConfig, ScalingConfig, SlurmCluster, evaluate, prune, train
+from prefect_torch.flows import (
+    CheckpointConfig,
+    FailureConfig,
+    Hosts,
+    RunConfig,
+    ScalingConfig,
+    SlurmCluster,
+    SyncConfig,
+    evaluate,
+    prune,
+    train,
+)
 from prefect_torch.flows.arguments import committed_checkpoint
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 
@@ -46,10 +57,29 @@ def test_a_deployment_carries_its_parameters_as_json():
         cron="0 3 * * *",
         timezone="Europe/Berlin",
     )
-    assert deployment.parameters["scaling"]["num_workers"] == 4
-    assert deployment.parameters["run"]["storage"] == "s3://bucket/x"
+    assert deployment.parameters == {
+        "train_fn": "my_training:train_fn",
+        "config": {"epochs": 3},
+        "scaling": {"num_workers": 4},
+        "run": {"storage": "s3://bucket/x"},
+    }
     assert deployment.entrypoint == "prefect_torch.flows.training.train"
     assert deployment.schedules[0].schedule.timezone == "Europe/Berlin"
+
+
+def test_a_deployment_has_no_setting_that_was_not_given_which_an_older_version_at_the_workers_might_refuse():
+    scaling = ScalingConfig(cluster=SlurmCluster(partition="gpu"), backend=None)
+    sync = SyncConfig(upload="a {source} {target}", download="b {source} {target}", target="c")
+    checkpoint, failure = CheckpointConfig(num_to_keep=1), FailureConfig(retry_delay_s=5, max_failures=0)
+    made = make_deployment("nightly", "m:f", scaling=scaling, run=RunConfig(sync=sync), checkpoint=checkpoint, failure=failure)
+    assert made.parameters == {
+        "train_fn": "m:f",
+        "scaling": {"cluster": {"kind": "slurm", "partition": "gpu"}},
+        "run": {"sync": {"upload": "a {source} {target}", "download": "b {source} {target}", "target": "c"}},
+        "checkpoint": {"num_to_keep": 1},
+        "failure": {"retry_delay_s": [5.0], "max_failures": 0},
+    }
+    assert ScalingConfig(**made.parameters["scaling"]) == scaling
 
 
 def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):

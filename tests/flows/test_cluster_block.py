@@ -3,6 +3,7 @@
 import uuid
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.filesystems import LocalFileSystem
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 from prefect_torch.flows import (
@@ -48,6 +49,14 @@ def test_a_cluster_is_saved_and_named_by_trainings(name, cluster):
     assert scaling.cluster == f"torch-cluster/{name}"
     assert load_cluster(scaling.cluster) == cluster
     assert ScalingConfig(cluster=TorchCluster.load(name)).cluster == cluster
+
+
+def test_a_saved_cluster_has_only_the_fields_that_were_given(name):
+    """An older version refuses others."""
+    block_id = TorchCluster(cluster=SlurmCluster(partition="gpu")).save(name)
+    with get_client(sync_client=True) as client:
+        stored = client.read_block_document(block_id).data
+    assert stored == {"cluster": {"kind": "slurm", "partition": "gpu"}}
 
 
 def test_a_training_takes_its_machines_from_the_saved_cluster(name, tmp_path, caplog):

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -126,6 +126,10 @@ class Cluster(BaseModel, ABC):
     environment: dict[str, str] = Field(
         default={}, title="Environment", description="Variables of the ranks, in addition to those of their machine."
     )
+
+    def model_post_init(self, _: Any, /) -> None:
+        """Count `kind` as given, so that JSON of what was given names it."""
+        self.model_fields_set.add("kind")
 
     @field_validator("environment")
     @classmethod

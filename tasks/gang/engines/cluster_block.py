@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 from prefect.blocks.core import Block
 from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem
-from pydantic import BeforeValidator, Field, HttpUrl, SerializeAsAny, WithJsonSchema
+from pydantic import BeforeValidator, Field, HttpUrl, SerializeAsAny, WithJsonSchema, field_serializer
 
 from .choice import CLUSTER_SCHEMAS, AnyCluster, check_cluster
 from .cluster import Cluster
@@ -38,6 +38,11 @@ class TorchCluster(Block):
     _logo_url = cast("HttpUrl", LocalFileSystem._logo_url)  # noqa: SLF001 - the logo of this package's other block
 
     cluster: AnyCluster = Field(title="Cluster", description="The machines, by their kind.")
+
+    @field_serializer("cluster")
+    def _as_given(self, cluster: Cluster) -> dict[str, Any]:
+        """Return the fields that were given: a machine with an older version refuses those that it does not know."""
+        return cluster.model_dump(mode="json", exclude_unset=True)
 
 
 def check_choice(value: Any) -> Any:
