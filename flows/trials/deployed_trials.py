@@ -37,6 +37,7 @@ from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.restarts import committed_attempts
+from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from .trial_flow_runs import FlowRunWatch, cancel, find_alive, has_ended, is_ending
@@ -254,15 +255,15 @@ class DeployedTrials:
 
     def _parameters(self, trial: TrialRecord) -> dict[str, Any]:
         training, source = self._training, trial.source
-        run = training.run_config.model_dump(mode="json", exclude={"name", "resume", "takeover", "storage"})
+        run = _given_of(training.run_config, exclude={"storage"})
         storage = portable_storage(training.run_config, training.storage)
         parameters: dict[str, Any] = {
             "train_fn": self._function,
             "config": as_stored(training.config_of(trial)),
-            "scaling": training.scaling.model_dump(mode="json"),
+            "scaling": _given_of(training.scaling),
             "run": {**run, "name": trial.run, "resume": "auto", "takeover": True, "storage": storage},
-            "checkpoint": training.checkpoint.model_dump(mode="json"),
-            "failure": training.failure.model_dump(mode="json"),
+            "checkpoint": _given_of(training.checkpoint),
+            "failure": _given_of(training.failure),
         }
         return parameters if source is None else {**parameters, "resume_from": f"{source.run}/{source.checkpoint}"}
 
@@ -334,3 +335,8 @@ class DeployedTrials:
         if most == UNLIMITED or num_lost <= most:
             return None
         return f"its flow run was lost {num_lost} times, with {budget}={most}"
+
+
+def _given_of(config: BaseModel, exclude: set[str] | None = None) -> dict[str, Any]:
+    """Return the settings that were given, as JSON: the deployment of an older version refuses those that it does not know."""
+    return config.model_dump(mode="json", exclude=exclude, exclude_unset=True)

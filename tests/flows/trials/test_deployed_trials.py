@@ -434,6 +434,23 @@ def start(trials, trial):
     return trials._running[trial.number][1]
 
 
+def test_a_deployment_of_an_older_version_takes_trials_without_the_settings_that_it_does_not_know(tmp_path):
+    older = make_deployment("older", "json:loads")
+    for config in ("ScalingConfig", "RunConfig", "CheckpointConfig", "FailureConfig"):
+        known = older._parameter_openapi_schema.definitions[config]["properties"]
+        for name in known.keys() - {"name", "resume", "takeover", "storage", "num_workers"}:
+            del known[name]
+    older.apply()
+    given = {"scaling": ScalingConfig(num_workers=2), "run_config": RunConfig(name="sweep", storage=str(tmp_path))}
+    trial = TrialRecord(0, "older/trial-0000-0123abcd", {}, 0)
+    with disable_run_logger(), get_client(sync_client=True) as client:
+        begun = start(trials_of(Run.open(str(tmp_path), "older"), "train/older", **given), trial)
+        parameters = client.read_flow_run(begun).parameters
+    run = {"name": trial.run, "resume": "auto", "takeover": True, "storage": str(tmp_path)}
+    assert {name: parameters[name] for name in ("run", "scaling")} == {"run": run, "scaling": {"num_workers": 2}}
+    assert parameters["checkpoint"] == parameters["failure"] == {}  # in place of the deployment's own
+
+
 @pytest.mark.parametrize(
     ("space", "config", "problem"),
     [
@@ -472,7 +489,7 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_if_another_one_would_b
         assert client.read_flow_run(begun).state.is_scheduled() == (change == "same")
         flow_run = client.read_flow_run(present)
         assert flow_run.deployment_id == unserved[deployment.rpartition("/")[2]]
-        assert flow_run.parameters["failure"]["max_failures"] == changes.get("failure", FailureConfig()).max_failures
+        assert flow_run.parameters["failure"] == ({"max_failures": 3} if change == "failure" else {})
         start(trials_of(sweep_run, deployment, **changes), trial)
         assert [it.id for it in trial_flow_runs.find_alive(trial)] == [present]
 
