@@ -65,6 +65,8 @@ class _Restore:
         """Plan the load into `container[key]`."""
         at: Path = (*path, key if step is None else step)
         child = node.children.get(hashable(at[-1]))
+        if child is None and _holds_nothing(container[key]):
+            return
         if child is None:
             self._plan.problems.append(f"{path_name(at)!r} is not in the checkpoint")
             return
@@ -118,7 +120,8 @@ class _Restore:
         plan = self._plan
         if isinstance(target, list):
             count = sum(not plan.is_of_others(child) for child in node.children.values())
-            if len(target) != count:
+            absent = [item for index, item in enumerate(target) if hashable([index]) not in node.children]
+            if len(target) - sum(map(_holds_nothing, absent)) != count:
                 plan.problems.append(f"{path_name(path)!r} has {count} items in the checkpoint, not {len(target)}")
                 return
             for index in range(len(target)):
@@ -235,6 +238,16 @@ class _Restore:
         get = plan.build(node, path, tensors_in(state[key], path))
         plan.finish.append(lambda: state.__setitem__(key, in_form_of(state[key], get())))
         return True
+
+
+def _holds_nothing(target: Any) -> bool:
+    """Return whether `target` is modules without a state, such as losses, of which version 0.1 stored nothing."""
+    if isinstance(target, RankLocal):
+        return _holds_nothing(target.value)
+    if isinstance(target, (Mapping, list)):
+        items = target.values() if isinstance(target, Mapping) else target
+        return bool(target) and all(map(_holds_nothing, items))
+    return isinstance(target, torch.nn.Module) and not target.state_dict()
 
 
 def _has_usual_form(optimizer: torch.optim.Optimizer) -> bool:

@@ -21,7 +21,7 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.loading import read
-from prefect_torch.ckpt.state.objects.flatten import flatten
+from prefect_torch.ckpt.state.objects.flatten import _Walk, flatten
 from prefect_torch.ckpt.state.objects.tensors import local_part, share_elements
 from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
 from prefect_torch.ckpt.state.staging.buffer import _is_readable
@@ -224,6 +224,23 @@ def test_a_module_that_holds_nothing_is_loaded_wherever_it_is(store):
     assert built == {"loss": {}, "parts": [{}, 1]}
     with pytest.raises(StateMismatchError, match=r"'loss\.bias' is not in the checkpoint"):
         checkpoint.load_state({"loss": torch.nn.Linear(2, 2)})
+
+
+def test_a_checkpoint_of_0_1_without_the_modules_that_hold_nothing_is_loaded(store, monkeypatch):
+    def make():
+        parts = [torch.nn.Identity(), torch.ones(2), RankLocal(torch.nn.ReLU())]
+        return {"loss": torch.nn.MSELoss(), "losses": {"l1": [torch.nn.L1Loss()]}, "parts": parts}
+
+    take = _Walk._take
+    with monkeypatch.context() as as_in_0_1:
+        as_in_0_1.setattr(_Walk, "_take", lambda self, value, *at: None if value == {} else take(self, value, *at))
+        checkpoint = stored(store, make())
+    state = make()
+    state["parts"][1].zero_()
+    checkpoint.load_state(state)
+    assert torch.equal(state["parts"][1], torch.ones(2))
+    with pytest.raises(StateMismatchError, match="'parts' has 1 items in the checkpoint, not 4"):
+        checkpoint.load_state({"parts": [*make()["parts"], torch.ones(2)]})
 
 
 def test_an_object_that_holds_modules_gets_the_versions_of_their_code(store):
