@@ -31,6 +31,7 @@ _KUBERNETES_POD = "prefect.kubernetes.pod."  # events of Prefect's Kubernetes wo
 _OOM_KILLED = "OOMKilled"
 _OUT_OF_MEMORY = "prefect-torch.out-of-memory"
 _POLL_S = 10.0
+_TRAININGS = ("train", "sweep")  # the names of the flows
 
 
 @flow(
@@ -115,7 +116,10 @@ def _out_of_memory_budget(crashed: FlowRun) -> int | None:
     """Return how often a training may run out of memory; None if unlimited, and for a user's own flow."""
     if "train_fn" not in crashed.parameters:
         return None
-    failure = FailureConfig.model_validate(crashed.parameters.get("failure") or {})
+    try:
+        failure = FailureConfig.model_validate(crashed.parameters.get("failure") or {})
+    except ValueError:  # it is another flow's parameter
+        return None
     return None if failure.max_out_of_memory_failures == UNLIMITED else failure.max_out_of_memory_failures
 
 
@@ -200,9 +204,12 @@ def _num_restarts(flow_run: FlowRun) -> int:
 
 
 def _same_run(client: SyncPrefectClient, crashed: FlowRun) -> dict[str, Any]:
-    """Return the parameters of `crashed`, with the name of its run if it is a training."""
+    """Return the parameters of `crashed`, with the name of its run if it is a training.
+
+    A user's own flow may have parameters of these names, too, and the trainings that it calls have names of their own.
+    """
     parameters = dict(crashed.parameters)
-    if "train_fn" not in parameters:  # a user's own flow
+    if "train_fn" not in parameters or client.read_flow(crashed.flow_id).name not in _TRAININGS:
         return parameters
     run = dict(parameters.get("run") or {})
     run["name"] = run.get("name") or name_run(client, crashed)

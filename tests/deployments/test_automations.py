@@ -51,7 +51,7 @@ from prefect_torch.deployments import (
 from prefect_torch.deployments.automations import restarted_in_pools
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
 from prefect_torch.deployments.resuming import resume
-from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows import RunConfig, sweep, train
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
@@ -245,6 +245,22 @@ def test_the_restart_of_a_flow_of_one_s_own_goes_on_with_the_trainings_that_it_c
     third = resumed(client, second)
     below = [begin_below(client, it, "train", train) for it in (second, third)]
     assert [name_run(client, it) for it in below] == [name_run(client, training)] * 2
+
+
+@pytest.mark.parametrize("others", [{}, {"run": "nightly", "failure": "mail"}, {"run": {"storage": "/store"}}], ids=range(3))
+def test_a_flow_of_one_s_own_is_run_again_with_its_own_parameters_whatever_they_are_called(client, others):
+    deployment_id = client.create_deployment(client.create_flow(research), "named-alike", entrypoint="research.py:research")
+    parameters = {"train_fn": "my_training:train_fn", "day": "2026-11-30", **others}
+    crashed = client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
+    client.set_flow_run_state(crashed.id, Crashed(), force=True)
+    assert resumed(client, crashed).parameters == parameters
+
+
+def test_a_sweep_is_run_again_on_its_own_run(client):
+    deployment_id = client.create_deployment(client.create_flow(sweep), "again", entrypoint="sweep.py:sweep")
+    crashed = client.create_flow_run_from_deployment(deployment_id, parameters={"train_fn": "my_training:train_fn"})
+    client.set_flow_run_state(crashed.id, Crashed(), force=True)
+    assert resumed(client, crashed).parameters["run"] == {"name": default_run_name(crashed.name, str(crashed.id))}
 
 
 def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(client, trained):
