@@ -4,12 +4,16 @@ import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-_PACKAGES = ("torch", "prefect-torch")
+import prefect_torch
 
 
 def versions() -> dict[str, str]:
-    """Return the local versions of torch, of this package, and of Python, whose minor version pickled functions depend on."""
-    return {"python": ".".join(platform.python_version_tuple()[:2]), **{name: _version(name) for name in _PACKAGES}}
+    """Return the local versions of torch, of this package, and of Python, whose minor version pickled functions depend on.
+
+    That of this package is the one that this process runs, also after an upgrade of its files.
+    """
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"python": python, "torch": _installed("torch"), "prefect-torch": prefect_torch.__version__}
 
 
 def explain_mixture(theirs: Mapping[str, str]) -> str | None:
@@ -19,7 +23,7 @@ def explain_mixture(theirs: Mapping[str, str]) -> str | None:
     return f"it has other versions: {'; '.join(differ)}" if differ else None
 
 
-def _version(name: str) -> str:
+def _installed(name: str) -> str:
     try:
         return version(name).partition("+")[0]  # builds for other devices are compatible
     except PackageNotFoundError:

@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 
+import prefect_torch
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang.machine import link as links
@@ -206,6 +207,12 @@ def test_a_mixture_of_versions_is_explained():
     assert explain_mixture(versions()) is None
     assert explain_mixture({**versions(), "torch": "1.0"}).startswith("it has other versions: torch 1.0, here ")
     assert "prefect-torch None" in explain_mixture({"python": versions()["python"], "torch": versions()["torch"]})
+
+
+def test_a_machine_that_starts_after_an_upgrade_differs_from_the_leader_that_began_before_it(monkeypatch):
+    monkeypatch.setattr("prefect_torch.tasks.gang.machine.versions.version", lambda _: "99.0")
+    explained = explain_mixture({**versions(), "prefect-torch": "99.0"})
+    assert explained == f"it has other versions: prefect-torch 99.0, here {prefect_torch.__version__}"
 
 
 def test_a_machine_is_lost_by_its_silence_but_not_by_our_own_sleep(greet):
