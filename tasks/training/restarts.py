@@ -118,7 +118,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     for attempt in earlier:
         if attempt.number not in kinds:
             yield "preemption" if attempt.number in committed else "infrastructure"
-        elif (kind := kinds[attempt.number]) in _DESCRIPTIONS:  # else it completed, or its kind is of a newer version
+        elif (kind := kinds[attempt.number]) is not None:  # else it completed, or ended as was planned
             yield kind
 
 
