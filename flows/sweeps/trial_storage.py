@@ -11,6 +11,7 @@ from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
+from prefect_torch.ckpt.runs.deletion.garbage import delete_left_data
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
@@ -193,10 +194,13 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
 
 
 def delete_all(store: CheckpointStore) -> frozenset[str]:
-    """Delete the checkpoints of a run that has ended, and return the ids of those that stay, since they are pinned.
+    """Delete the checkpoints of a run that has ended, and what a killed deletion has left of others.
+
+    Returns:
+        The ids of those that stay for now, since they are pinned, or their data are read in place.
 
     Raises:
-        StorageError: If some could not be deleted.
+        StorageError, OSError: If some could not be deleted; a repeated call deletes these.
 
     """
-    return delete_checkpoints(store, store.list())
+    return delete_checkpoints(store, store.list()) | delete_left_data(store)

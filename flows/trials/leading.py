@@ -161,9 +161,9 @@ def _delete_excess(search: Search, trials: TrialRuns, sweep: CheckpointStore) ->
         if run in busy:
             continue
         try:
-            pinned = delete_all(sweep.beside(run))
+            staying = delete_all(sweep.beside(run))
         except (StorageError, OSError) as exc:
             get_run_logger().warning("the checkpoints of trial %d could not be deleted yet: %s", number, exc)
             continue
-        if not pinned:
+        if not staying:
             search.record_deleted(number, run)

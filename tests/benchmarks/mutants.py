@@ -113,7 +113,7 @@ MUTANTS = [
         ("and step_of(other) > step for other", "for other"),
         ("and step_of(other) > step for other", "and other > checkpoint_id for other"),
         ("self.modified_s[checkpoint_id] < self.now_s - grace_s", "True"),
-        ("if not is_id(checkpoint_id) or", "if"),
+        ("return is_id(checkpoint_id) and", "return"),
         ("and since_s <= expired_s]", "]"),
     ),
     *mutants_of(

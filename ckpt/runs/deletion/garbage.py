@@ -53,7 +53,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     at_least_s = min(found.now_s, time.time())
     data, quarantined, present = found.data, found.quarantined, found.present
     failures = Failures()
-    garbage = _delete_abandoned(run, found, grace_s, failures)
+    garbage = _delete_data(run, data, (it for it in data if found.is_garbage(it, grace_s)), failures)
     if keep_quarantined_days is not None:
         expired_s = at_least_s - keep_quarantined_days * _DAY_S
         expired = [it for it, since_s in quarantined.items() if it in data and it not in present and since_s <= expired_s]
@@ -75,6 +75,24 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
             run.storage.remove_interrupted(f"{run.name}/", grace_s + max(0.0, time.time() - found.now_s))
     _warn(run, failures)
     return garbage
+
+
+def delete_left_data(run: Run) -> frozenset[str]:
+    """Delete all data without a manifest of a run that nobody trains any more; return the ids of those that are read in place.
+
+    Such are also the data of its newest attempt, which `collect_garbage` leaves, as the attempt may yet commit them.
+
+    Raises:
+        StorageError, OSError: If some could not be deleted; a repeated call deletes these.
+
+    """
+    found, failures = _list_all(run), Failures()
+    left = frozenset(filter(found.has_no_manifest, found.data))
+    deleted = _delete_data(run, found.data, left, failures)
+    _delete_left_evaluations(run, found.manifests, failures, kept=found.present | found.quarantined.keys())
+    if failures.noted:
+        raise failures.noted[0][1]
+    return left.difference(deleted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +126,17 @@ class _Found:
 
     def is_garbage(self, checkpoint_id: str, grace_s: float) -> bool:
         """Return whether the data of a checkpoint are garbage; see `collect_garbage`."""
-        if not is_id(checkpoint_id) or checkpoint_id in self.present or checkpoint_id in self.quarantined:
+        if not self.has_no_manifest(checkpoint_id):
             return False
         attempt, step = attempt_of(checkpoint_id), step_of(checkpoint_id)
         # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
         if any(attempt_of(other) == attempt and step_of(other) > step for other in self.committed):
             return True
         return attempt < self.newest_attempt and self.modified_s[checkpoint_id] < self.now_s - grace_s
+
+    def has_no_manifest(self, checkpoint_id: str) -> bool:
+        """Return whether a checkpoint is neither committed nor being copied to here, nor quarantined."""
+        return is_id(checkpoint_id) and checkpoint_id not in self.present and checkpoint_id not in self.quarantined
 
 
 def _list_all(run: Run) -> _Found:
@@ -146,14 +168,14 @@ def _list_all(run: Run) -> _Found:
     )
 
 
-def _delete_abandoned(run: Run, found: _Found, grace_s: float, failures: Failures) -> list[str]:
+def _delete_data(run: Run, data: Mapping[str, Collection[str]], garbage: Iterable[str], failures: Failures) -> list[str]:
     """Delete the data of checkpoints that were never committed, or were pruned by half, and return their ids."""
     deleted = []
-    for checkpoint_id in sorted(it for it in found.data if found.is_garbage(it, grace_s)):
+    for checkpoint_id in sorted(garbage):
         with failures.note(checkpoint_id):
-            if _is_kept(run, checkpoint_id) or is_read(run.storage, found.data[checkpoint_id]):
+            if _is_kept(run, checkpoint_id) or is_read(run.storage, data[checkpoint_id]):
                 continue
-            run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, found.data[checkpoint_id])])
+            run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
             deleted.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     return deleted

@@ -1,8 +1,9 @@
-"""How the run of a trial has ended, by its storage."""
+"""How the run of a trial has ended, by its storage, and the deletion of its checkpoints."""
 
 import numpy as np
 import pytest
 import torch
+from crash_points import crash_points, open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
@@ -12,7 +13,8 @@ from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.monitoring.sweeps.trial_curves import read_curve
 from prefect_torch.flows.sweeps.trial_end import judge
-from prefect_torch.flows.sweeps.trial_storage import end_of_returned
+from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of_returned
+from ranks import Attempt, folder
 
 
 @pytest.fixture
@@ -86,3 +88,35 @@ def test_what_is_no_metric_in_a_returned_dict_is_left_out(run):
     reported(run, {"loss": 3.0})
     returned = {"loss": np.float32(0.5), "accuracy": torch.tensor(0.25), "curve": [1.0, 2.0], "model": object(), 3: 4.0}
     assert end_of_returned(run, returned).metrics == {"loss": 0.5, "accuracy": 0.25}
+
+
+def test_the_checkpoint_of_an_ended_trial_that_is_read_in_place_is_deleted_by_the_next_call(store, tmp_path):
+    session = Attempt(store).session()
+    for score in (1, 2):
+        session.report({"score": score}, folder(tmp_path / "c", model=str(score)))
+    newest = store.latest()
+    with store.checkpoint(newest).as_directory():
+        assert delete_all(store) == {newest.id}
+        assert store.keys(store.layout.checkpoints) == [store.layout.data(newest.id, "model")]
+        assert delete_all(store) == {newest.id}
+    assert delete_all(store) == set()
+    assert store.keys(store.layout.checkpoints) == []
+
+
+def test_a_crash_at_any_operation_of_the_deletion_of_an_ended_trial_leaves_nothing_to_the_next_call(tmp_path):
+    def prepare(number, after):
+        storage = MemoryStorage()
+        session = Attempt(open_run(storage)).session()
+        for score in (1, 2):
+            session.report({"score": score}, folder(tmp_path / f"{number}-{after}", model=str(score)))
+        store = open_run(storage)
+        store.attach_metrics(store.latest().id, {"score": 3})
+        return storage
+
+    fired = 0
+    for faulty in crash_points(prepare, lambda faulty: delete_all(open_run(faulty))):
+        fired += faulty.fired
+        assert delete_all(open_run(faulty.inner)) == set()
+        left = {key.split("/")[1] for key in (info.key for info in faulty.inner.list("run/"))}
+        assert left.isdisjoint({"checkpoints", "manifests", "metadata"})
+    assert fired > 5
