@@ -65,7 +65,7 @@ def prune_checkpoints(
         check_fence(store, limits.attempt)
     with library_logs_in_run():
         try:
-            decided = prune(store, policy, limits, dry_run=dry_run)
+            decided = _keep_all(store) if _is_search_alone(policy, limits) else prune(store, policy, limits, dry_run=dry_run)
         except DeletionRefusedError as exc:
             if limits.attempt is None:
                 raise
@@ -83,6 +83,16 @@ def prune_checkpoints(
         if garbage and not dry_run:
             collect_garbage(store, keep_quarantined_days=policy.keep_quarantined_days)
     return decided
+
+
+def _is_search_alone(policy: RetentionPolicy, limits: PruneLimits) -> bool:
+    """Return whether a training that keeps all its checkpoints only looks for data that were never committed."""
+    return policy.num_to_keep is None and limits.attempt is not None
+
+
+def _keep_all(store: CheckpointStore) -> Plan[Manifest]:
+    """Return a plan that deletes nothing, and names only those that are pinned, of perhaps a hundred thousand checkpoints."""
+    return Plan(keep=dict.fromkeys(sorted(store.pinned()), ("pinned",)), drop=())
 
 
 def _kept(decided: Plan[Manifest]) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, Sent
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcome
 from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_of_each, read_history
@@ -70,7 +71,9 @@ class RunRecorder:
         # A policy that keeps all checkpoints, perhaps a hundred thousand, needs none of their manifests.
         known = [] if job.policy.num_to_keep is None else read_manifests(replace(store, memory=memory), listed)
         self._deciding: Future[None] | None = None
-        self._retention = RetentionSchedule(job, attempt, known, self._restored_id, observers, memory)
+        self._retention = RetentionSchedule(
+            job, attempt, known, self._restored_id, observers, memory, has_leftovers=_has_leftovers(store, attempt)
+        )
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
         self._flushing: Future[None] | None = None
@@ -170,3 +173,11 @@ class RunRecorder:
                 raise
 
         return self._writer.submit(copy_context().run, act_or_warn)  # the limit of retries is a context variable
+
+
+def _has_leftovers(store: CheckpointStore, attempt: int) -> bool:
+    """Return whether the attempt before did not end by itself, so that ranks may have been killed during a report."""
+    if attempt == 1:
+        return False
+    former = read_outcome(store, attempt - 1)
+    return former is None or former.ending not in ("completed", "stopped")

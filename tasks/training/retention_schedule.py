@@ -41,6 +41,8 @@ class RetentionSchedule:
         observers: They are notified of what was pruned.
         memory: The manifests that were read before; prunes read only others.
         backoff: Bounds how often a prune is submitted.
+        has_leftovers: Whether the attempt before was killed or has failed, so that it may have left data without a manifest:
+            they are looked for at the beginning and at the end, even if the policy keeps all checkpoints.
 
     """
 
@@ -53,6 +55,8 @@ class RetentionSchedule:
         observers: Observers,
         memory: ManifestMemory,
         backoff: Backoff | None = None,
+        *,
+        has_leftovers: bool = False,
     ) -> None:
         self._job = job
         self._policy = job.policy
@@ -64,6 +68,7 @@ class RetentionSchedule:
         self._backoff = backoff or Backoff()
         self._bytes_since_prune = 0
         self._garbage_due_s = time.monotonic()
+        self._has_leftovers = self._is_search_owed = has_leftovers
         self._running: PrefectFuture[Any] | None = None
         self._done = False
         self._changed = True  # the policy may have changed since these were committed
@@ -81,7 +86,7 @@ class RetentionSchedule:
             self._warn_of_missing_score(checkpoint, self._policy)
 
     def prune_due(self, recorded: str | None) -> None:
-        """Submit a prune if one is due, there is a checkpoint to delete, and none is running; returns immediately.
+        """Submit a prune if one is due, there may be something to delete, and none is running; returns immediately.
 
         Args:
             recorded: The newest checkpoint whose report is in the metric history. Newer ones are kept for now: after a crash,
@@ -98,7 +103,7 @@ class RetentionSchedule:
         if self._is_refused or not self._changed or not is_due or recorded is None or self._running is not None:
             return
         self._changed = False
-        if self._may_drop(recorded):
+        if self._may_drop(recorded) or self._is_search_owed:
             self._done = False
             self._backoff.record()
             self._bytes_since_prune = 0
@@ -116,6 +121,7 @@ class RetentionSchedule:
                     get_run_logger().warning("a prune could not be started, and is tried again: %s", exc)
                     self._changed = True
                     return
+            self._is_search_owed = False
             self._running.add_done_callback(self._finished)
 
     def _may_drop(self, recorded: str) -> bool:
@@ -144,6 +150,7 @@ class RetentionSchedule:
         self._wait()
         self._in_use = ()  # no rank is left to restore it
         self._garbage_due_s = time.monotonic()
+        self._is_search_owed = self._has_leftovers
         self._changed = True
         self._prune(recorded, is_due=True)
         self._wait()

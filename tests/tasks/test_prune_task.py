@@ -1,5 +1,7 @@
 """What the prune task asks before it deletes; that prunes prune is shown with a real server in tests/flows."""
 
+import os
+
 import pytest
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, StorageError
@@ -85,3 +87,20 @@ def test_where_nothing_may_be_deleted_the_prune_of_a_training_keeps_all_and_comp
     with pytest.raises(StorageError, match=r"2 of 2 checkpoints of run 'run' could not be deleted.*WORM protected$"):
         prune(store, None)
     assert len(store.list()) == 3
+
+
+def test_a_training_that_keeps_all_deletes_what_a_killed_attempt_has_left(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    for _ in range(2):
+        attempt = Attempt(store)
+        attempt.session().report({}, folder(tmp_path / "c", model="x"))
+    first, second = store.list()
+    store.pin(first.id)
+    half = "000001-00000005-00000000"
+    store.storage.put_bytes(store.layout.data(half, "model"), b"half")
+    prune(store, attempt.number, None)
+    assert sorted(store.storage.folders(store.layout.checkpoints)) == [first.id, half, second.id]
+    os.utime(store.storage.local_path(store.layout.data(half, "model")), (0, 0))
+    decided = prune(store, attempt.number, None)
+    assert (decided.keep, decided.drop) == ({first.id: ("pinned",)}, ())
+    assert sorted(store.storage.folders(store.layout.checkpoints)) == [first.id, second.id]

@@ -60,10 +60,10 @@ class Clock:
         return self.now_s
 
 
-def schedule(memory, policy=NEWEST, tick_s=60.0):
+def schedule(memory, policy=NEWEST, tick_s=60.0, *, has_leftovers=False):
     job = SimpleNamespace(store=SimpleNamespace(storage="store"), run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
-    return RetentionSchedule(job, 1, [], None, observers, memory, Backoff(Clock(tick_s)))
+    return RetentionSchedule(job, 1, [], None, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers)
 
 
 def commit(retention, step, num_bytes=1):
@@ -112,6 +112,15 @@ def test_garbage_is_looked_for_at_first_and_at_the_end_and_every_prune_shares_a_
     retention.finish(newest)
     assert [asked["garbage"] for asked in prunes.asked] == [True, False, False, True]
     assert all(asked["memory"] is memory for asked in prunes.asked)
+
+
+@pytest.mark.parametrize("has_leftovers", [False, True])
+def test_where_all_is_kept_garbage_is_looked_for_after_an_attempt_that_was_killed(prunes, has_leftovers):
+    retention = schedule(ManifestMemory(), RetentionPolicy(), has_leftovers=has_leftovers)
+    for step in range(4):
+        newest = commit(retention, step)
+    retention.finish(newest)
+    assert [asked["garbage"] for asked in prunes.asked] == ([True, True] if has_leftovers else [])
 
 
 def test_however_often_a_training_commits_it_prunes_as_seldom_as_pages_are_published(prunes):

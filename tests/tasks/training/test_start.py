@@ -15,7 +15,7 @@ from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
-from prefect_torch.ckpt.runs.attempts.attempt import newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
@@ -31,6 +31,7 @@ from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.gang.watch import RankWatch
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.training import retention_schedule
 from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
@@ -243,6 +244,28 @@ def test_the_leader_renews_its_claim_each_day(tmp_path, monkeypatch):
         recorder.poll()
         recorder.close()
     assert claim.stat().st_mtime > 0
+
+
+@pytest.mark.parametrize(("ending", "is_due"), [(None, True), ("failed", True), ("completed", False), ("stopped", False)])
+def test_what_an_attempt_that_was_killed_has_left_is_looked_for_by_the_next(tmp_path, monkeypatch, ending, is_due):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    asked = []
+
+    def submit(*_, garbage, **__):
+        asked.append(garbage)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(retention_schedule, "prune_checkpoints", SimpleNamespace(submit=submit))
+    job = SimpleNamespace(store=store, run="run", policy=RetentionPolicy(), decisions=None)
+    Attempt(store).session().report({}, folder(tmp_path / "c", model="x"))
+    if ending is not None:
+        write_outcome(store, Outcome(1, ending))
+    second = Attempt(store)
+    with disable_run_logger():
+        recorder = RunRecorder(store, job, second.number, second.restored.manifest, SimpleNamespace(notify=id))
+        recorder.close()
+        recorder.prune()
+    assert asked == [True] * is_due
 
 
 def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
