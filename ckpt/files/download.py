@@ -1,6 +1,5 @@
 """Downloads of checkpoint files to this machine, verified during the transfer, and kept for all readers on it."""
 
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +10,10 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import check_entry, check_local_size, missing, verify
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
-from prefect_torch.ckpt.storage.keys import check_key, temporary_name
+from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.local_files.readers import reading
+from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
@@ -35,23 +35,19 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadat
 
     """
     wanted = tuple(entries)
-    incoming = target / temporary_name()  # a report of this directory would refuse the name
+    with scratch_folder(target) as incoming:  # what a kill leaves of it is neither reported nor stays
 
-    def fetch(entry: FileEntry) -> None:
-        path = incoming / check_key(entry.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        download_file(run, manifest, entry, path)
+        def fetch(entry: FileEntry) -> None:
+            path = incoming / check_key(entry.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            download_file(run, manifest, entry, path)
 
-    try:
         for_each(wanted, fetch)
         if (problem := find_kept_as_one(incoming, (entry.path for entry in wanted))) is not None:
             raise FileExistsError(f"the filesystem of {target} {problem}: give another directory")
         if metadata:
-            incoming.mkdir(exist_ok=True)
             write_metadata(incoming, metadata)
         move_all(plan_moves(incoming, target))
-    finally:
-        shutil.rmtree(incoming, ignore_errors=True)
 
 
 @contextmanager

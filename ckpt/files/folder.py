@@ -12,6 +12,7 @@ from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordError
 from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.machine.scratch import is_scratch
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.records import check_depth, parse
 
@@ -108,6 +109,8 @@ def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> I
                 raise
             raise ValueError(f"{entry.path} is a link to nothing; remove it from the checkpoint") from exc
         if stat.S_ISDIR(mode):
+            if is_scratch(entry.name):  # of a process that was killed while it wrote into this directory
+                continue
             yield from _walk(Path(entry.path), f"{path}/", (*above, identity))
         elif stat.S_ISREG(mode):
             yield _storable(path)

@@ -21,9 +21,11 @@ from prefect_torch.ckpt import (
     report,
 )
 from prefect_torch.ckpt.files.download import download, download_file
+from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.files.selection import choose_in_folder
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.runs.layout import Layout
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prunes import prune_as_leader
 from ranks import Attempt, cached, folder, read_files
 from wrapped_storage import WrappedStorage
@@ -293,6 +295,33 @@ def test_a_directory_has_the_metadata_of_the_checkpoint_that_was_copied_into_it_
     assert Checkpoint(tmp_path / "mine").get_metadata() == {}
 
 
+def _copy_for_ever(store, target, begun):
+    manifest = store.list()[-1]
+
+    def wait(_, key, path, *__):
+        path.write_bytes(b"part")
+        begun.set()
+        threading.Event().wait()
+
+    LocalStorage.get_file = wait  # of this process
+    store.checkpoint(manifest).to_directory(target)
+
+
+def test_what_a_killed_process_has_left_in_a_directory_is_no_part_of_a_checkpoint_and_goes(local, tmp_path):
+    checkpoint = commit(local, tmp_path, model="x", rank="y")
+    target = tmp_path / "work"
+    begun = multiprocessing.get_context("fork").Event()
+    copying = multiprocessing.get_context("fork").Process(target=_copy_for_ever, args=(local, target, begun))
+    copying.start()
+    assert begun.wait(60)
+    copying.kill()
+    copying.join(60)
+    assert list(target.iterdir()) != []
+    assert scan_files(target) == []
+    checkpoint.to_directory(target)
+    assert sorted(path.name for path in target.iterdir()) == ["model", "rank"]
+
+
 def test_to_directory_makes_a_folder_of_its_own_if_none_is_given(local, tmp_path, monkeypatch):
     checkpoint = commit(local, tmp_path, model="x")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -396,6 +425,7 @@ def test_a_manifest_that_leads_elsewhere_writes_nothing_there(remote, tmp_path):
     checkpoint = commit(remote, tmp_path, model="x")
     evil = replace(checkpoint.manifest, files=(replace(checkpoint.manifest.files[0], path="../../evil"),))
     remote.storage.put_bytes(remote.layout.manifest(checkpoint.id), evil.encode())
+    (tmp_path / "a/b").mkdir(parents=True)
     with pytest.raises(ValueError, match="storage key"):
         download(remote, evil, evil.files, {}, tmp_path / "a/b")
     with pytest.raises(CheckpointCorruptError, match=r"files/0/path: .*storage key"):

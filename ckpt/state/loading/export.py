@@ -4,14 +4,13 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.staging.buffer import memory_of
-from prefect_torch.ckpt.storage.keys import temporary_name
+from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
 from prefect_torch.ckpt.text import show_some
 
 from .load import read_index
@@ -40,8 +39,8 @@ def export_tensors(reader: StateReader, key: str, path: Path) -> None:
     index = read_index(reader)
     exports = choose_tensors(index, key, reader.where)
     header, starts, size = lay_out(list(exports))
-    partial = path.with_name(temporary_name())
-    try:
+    with scratch_folder(path.parent) as folder:
+        partial = folder / path.name
         with partial.open("xb", buffering=0) as file:
             descriptor = file.fileno()
             file.truncate(size)
@@ -59,9 +58,6 @@ def export_tensors(reader: StateReader, key: str, path: Path) -> None:
             )
             os.fsync(descriptor)
         partial.replace(path)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
 
 
 def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, TensorEntry | ValueEntry]:

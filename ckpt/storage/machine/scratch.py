@@ -34,6 +34,11 @@ def make_scratch(parent: Path | None = None) -> Path:
     return _make(parent)
 
 
+def is_scratch(name: str) -> bool:
+    """Return whether a directory of that name is one of `make_scratch`, of whatever process or machine."""
+    return name.startswith(_PREFIX)
+
+
 def _make(parent: Path, name: str | None = None) -> Path:
     made = Path(tempfile.mkdtemp(prefix=".prefect-torch-making-", dir=parent))  # no process sweeps it before it is held
     descriptor = _hold(made)

@@ -1,6 +1,8 @@
 """One safetensors file of a state that many ranks stored, read back by the safetensors library."""
 
+import multiprocessing
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from forked_programs import run_program
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RankLocal
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.index import Chunk
+from prefect_torch.ckpt.state.loading import export
 from prefect_torch.ckpt.state.loading.export import Runs
 from prefect_torch.ckpt.state.loading.safetensors import DTYPES
 from ranks import Attempt, folder
@@ -117,6 +120,27 @@ def test_a_changed_byte_leaves_the_file_that_was_there(store, tmp_path):
     with pytest.raises(CheckpointCorruptError, match=r"__0_0.distcp differs from what was stored"):
         checkpoint.to_safetensors(path)
     assert path.read_bytes() == before
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["model", "store"]
+
+
+def _write_for_ever(checkpoint, path, begun):
+    def wait(*_):
+        begun.set()
+        threading.Event().wait()
+
+    export.write_at = wait  # of this process
+    checkpoint.to_safetensors(path)
+
+
+def test_what_a_killed_process_has_written_goes_with_the_next_call(store, tmp_path):
+    checkpoint = reported(store, lambda rank: {"model": torch.nn.Linear(100, 100)})
+    begun = multiprocessing.get_context("fork").Event()
+    writing = multiprocessing.get_context("fork").Process(target=_write_for_ever, args=(checkpoint, tmp_path / "model", begun))
+    writing.start()
+    assert begun.wait(60)
+    writing.kill()
+    writing.join(60)
+    checkpoint.to_safetensors(tmp_path / "model")
     assert sorted(it.name for it in tmp_path.iterdir()) == ["model", "store"]
 
 
