@@ -621,7 +621,8 @@ def test_a_pull_over_another_checkpoint_leaves_nothing_of_its_metadata(local, co
     assert Checkpoint(tmp_path / "target").get_metadata() == {}
 
 
-def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
+def begin_pull(local, target):
+    """Return a process of `prefect-torch pull` that waits for a file, once it has downloaded another one."""
     program = """
     import time
     from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -630,17 +631,35 @@ def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
     LocalStorage.get_file = lambda *args: time.sleep(60) if args[1].endswith("/model") else get_file(*args)
     main()
     """
-    train(local)
-    target = tmp_path / "target"
     command = [sys.executable, "-c", textwrap.dedent(program), "pull", local, "run", str(target)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not (target.exists() and list(target.glob(".prefect-torch-pull-*/*/same"))):
+    while not (target.exists() and list(target.glob(".prefect-torch-scratch-*/*/same"))):
         assert process.poll() is None
         time.sleep(0.01)
+    return process
+
+
+def test_a_pull_that_is_interrupted_leaves_nothing(local, tmp_path):
+    train(local)
+    target = tmp_path / "target"
+    process = begin_pull(local, target)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "prefect-torch: interrupted; nothing was pulled\n")
     assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_pull_that_is_ended_is_repeated_by_the_same_command(command, local, tmp_path, how):
+    train(local)
+    target = tmp_path / "target"
+    process = begin_pull(local, target)
+    beside = subprocess.run([SCRIPT, "pull", local, "run", str(target)], check=False, capture_output=True, text=True)
+    assert (beside.returncode, "is not empty" in beside.stderr) == (1, True)
+    process.send_signal(how)
+    process.communicate(timeout=30)
+    assert command("pull", local, "run", target)[0] == 0
+    assert sorted(path.name for path in target.iterdir()) == ["model", "same"]
 
 
 @pytest.mark.parametrize(("name", "told"), [("copy", "interrupted; the same command continues"), ("verify", "interrupted")])

@@ -30,7 +30,7 @@ def make_scratch(parent: Path | None = None) -> Path:
     this machine since its boot and of its earlier boots. Another machine's are left, since its locks may be invisible here.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent
-    _sweep(parent)
+    sweep_scratch(parent)
     return _make(parent)
 
 
@@ -79,7 +79,8 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 @cache
-def _sweep(parent: Path) -> None:
+def sweep_scratch(parent: Path) -> None:
+    """Remove the directories of killed processes in `parent`, as `make_scratch` does; nothing in further calls for it."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is held, another user's, gone by now, or on a filesystem without locks
             if folder.name.startswith(_own_prefix()) or is_of_earlier_boot(folder):

@@ -1,10 +1,8 @@
 """`pull`: a verified copy of a checkpoint, or of a part of it."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import click
@@ -13,6 +11,7 @@ from prefect_torch.ckpt import CheckpointStore, Manifest
 from prefect_torch.ckpt.files.folder import USER_METADATA_FILE, remove_metadata
 from prefect_torch.ckpt.files.selection import choose_files
 from prefect_torch.ckpt.files.target_directory import move_all, plan_moves
+from prefect_torch.ckpt.storage.machine.scratch import scratch_folder, sweep_scratch
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     metric_option,
@@ -91,6 +90,7 @@ def _check_free(target: Path, file: Path | None, *, force: bool) -> None:
         return
     if file is not None and file.exists():
         raise FileExistsError(f"{file} exists: give another name, or --force to replace it")
+    sweep_scratch(target)  # a container that was ended during a pull is started again with its volume
     if file is None and target.exists() and any(target.iterdir()):
         raise FileExistsError(f"{target} is not empty: give another directory, or --force to write into it")
 
@@ -118,19 +118,17 @@ def _named(manifest: Manifest) -> str:
 def _pull(target: Path, total_bytes: int, write: Callable[[Path], object]) -> list[Path]:
     """Call `write` with a temporary directory, move its files into `target` at the end, and return their places there."""
     target.mkdir(parents=True, exist_ok=True)
-    partial = Path(mkdtemp(prefix=".prefect-torch-pull-", dir=target))  # inside the target, so that a rename is enough
     left = "nothing was pulled"
     try:
-        _show_progress(partial, total_bytes, write)
-        moves = plan_moves(partial, target)
-        left = f"some of the files may be in {target}: pull again with --force"
-        move_all(moves)
-        return [place for _, place in moves]
+        with scratch_folder(target) as partial:  # inside the target, so that a rename is enough
+            _show_progress(partial, total_bytes, write)
+            moves = plan_moves(partial, target)
+            left = f"some of the files may be in {target}: pull again with --force"
+            move_all(moves)
+            return [place for _, place in moves]
     except KeyboardInterrupt:
         note(f"prefect-torch: interrupted; {left}")
         raise Exit(INTERRUPTED) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _show_progress(partial: Path, total_bytes: int, write: Callable[[Path], object]) -> None:
