@@ -61,7 +61,7 @@ def resume(
     Does nothing, and returns None, if the flow run is in any other final state, if a heartbeat came within `silent_s` or comes
     within `confirm_s` from now on, if it begins within that time, if it is being cancelled, or if it is already the
     `max_restarts`-th restart; also if it is a training whose container Kubernetes killed for lack of memory, unless its
-    `FailureConfig.max_out_of_memory_failures` allows it. Two calls for the same flow run start one new flow run.
+    `FailureConfig.max_out_of_memory_failures` allows it. Two calls for the same crash start one new flow run.
 
     Args:
         flow_run: The flow run's id, or "prefect.flow-run.<id>".
@@ -178,7 +178,8 @@ def _run_again(client: SyncPrefectClient, crashed: FlowRun) -> FlowRun:
         parameters=_same_run(client, crashed),
         name=f"{first_name}-restart-{number}",
         tags=[*dict.fromkeys([*crashed.tags, RESTART_TAG])],
-        idempotency_key=f"prefect-torch-resume-{crashed.id}",  # both triggers may fire for one crash
+        # Both triggers may fire for one crash. A flow run that was retried since, as in Prefect's UI, may crash once more.
+        idempotency_key=f"prefect-torch-resume-{crashed.id}-{crashed.run_count}",
         work_queue_name=crashed.work_queue_name,
         job_variables=crashed.job_variables,
         labels={

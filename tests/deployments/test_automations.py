@@ -146,6 +146,21 @@ def test_a_crashed_flow_run_is_run_again_once_on_its_own_run(client, trained):
     assert Restart.of(crashed) is None
 
 
+def test_a_crashed_flow_run_that_was_retried_and_crashed_once_more_is_run_again_once_more(client, trained):
+    crashed = begin(client, trained, Crashed())
+    first = resumed(client, crashed)
+    client.set_flow_run_state(first.id, Cancelled(), force=True)
+    for state in (Scheduled(), Pending(), Running(), Crashed()):
+        client.set_flow_run_state(crashed.id, state, force=True)
+    second = resumed(client, crashed)
+    assert second.id != first.id
+    assert second.name == f"{crashed.name}-restart-1"
+    assert second.parameters["run"] == first.parameters["run"]
+    assert resumed(client, crashed).id == second.id
+    of_crashed = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[crashed.id]))
+    assert [page_url("flow-run", second.id) in it.data for it in client.read_artifacts(artifact_filter=of_crashed)] == [True]
+
+
 def test_a_chain_of_restarts_keeps_its_run_and_has_an_end(client, trained):
     first = begin(client, trained, Crashed(), name="named")
     second = resumed(client, first, max_restarts=2)
