@@ -88,11 +88,14 @@ def sweep_scratch(parent: Path) -> None:
 
 
 def _remove_unheld(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Delete one of this user's directories; others may put anything by such a name into a directory that they share."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # a FIFO would be waited for
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            return
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _, is_companion, other = folder.name.partition(f"-{_OF}")
-        if is_companion:
+        _, _, other = folder.name.partition(f"-{_OF}")
+        if other.startswith(_PREFIX):
             with suppress(FileNotFoundError):
                 _remove_unheld(folder.with_name(other))
         shutil.rmtree(folder)

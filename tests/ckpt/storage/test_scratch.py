@@ -148,3 +148,24 @@ def test_a_folder_of_another_machines_name_leaves_nothing_behind(tmp_path, monke
 def test_a_folder_that_somebody_has_deleted_can_be_removed(tmp_path):
     (folder := make_scratch(tmp_path)).rmdir()
     remove_scratch(folder)
+
+
+def test_what_others_name_like_a_scratch_directory_of_this_machine_is_neither_deleted_nor_waited_for(tmp_path, monkeypatch):
+    """The temporary directory of a machine is everybody's, and the mark in the name is no secret."""
+    (place := tmp_path / "of all/users").mkdir(parents=True)
+    for name in ("own", "others"):
+        (place / name / "data").mkdir(parents=True)
+    prefix = f".prefect-torch-scratch-{scratch.own_mark()}-"
+    for name in ("of-own", "of-", "of-..", "of-of-own"):
+        (place / f"{prefix}{name}").mkdir()
+    (place / f"{prefix}link").symlink_to(place / "others")
+    os.mkfifo(place / f"{prefix}fifo")
+    here = make_scratch(place)
+    assert (place / "own/data").exists()
+    left = {"own", "others", f"{prefix}link", f"{prefix}fifo"}
+    assert {it.name for it in place.iterdir()} == {here.name, *left}
+    (theirs := place / f"{prefix}theirs").mkdir()
+    scratch._sweep.cache_clear()
+    monkeypatch.setattr(os, "geteuid", lambda: 1 << 30)
+    make_scratch(place)
+    assert theirs.exists()
