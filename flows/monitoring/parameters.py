@@ -14,9 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+from prefect.blocks.core import Block
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.metrics import has_item
+from prefect_torch.ckpt.storage.specs.location import without_password
 from prefect_torch.ckpt.text import encodable, in_partials, show_class
+from prefect_torch.tasks.options.storage import masked
 from pydantic import BaseModel
 
 # Those that Prefect's API returns; another makes each list with it an error. Ask for an `int` itself: for an object of a
@@ -33,8 +36,9 @@ _MOST_BITS = 4096  # that are shown as a decimal number: Python refuses far long
 def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
     """Return `value` as what JSON and Prefect's API can hold: a function as "module:function", an object as "<its class>".
 
-    A checkpoint is shown as its path. Nothing is asked for its items but dicts, lists (any mutable sequence), tuples, sets and
-    dataclasses: a dataset would read all of its samples.
+    A checkpoint is shown as its path, and a block or a URL without its password: Prefect stores the parameters before the flow
+    refuses them. Nothing is asked for its items but dicts, lists (any mutable sequence), tuples, sets and dataclasses: a
+    dataset would read all of its samples.
 
     Args:
         value: The value.
@@ -61,7 +65,7 @@ def as_shown(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 def _plain(value: str | float) -> str | float:
     if isinstance(value, str):
-        return encodable(value)
+        return encodable(without_password(value))
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if int(value) in API_INTEGERS:
@@ -77,7 +81,7 @@ def _as_encoded(value: Any) -> Any:
         encoded = jsonable_encoder(value)
     except Exception:  # noqa: BLE001 - whatever a model's serializers raise, for example at a tensor in it
         return f"<{show_class(value)}>"
-    shown = as_shown(encoded)
+    shown = as_shown(masked(encoded) if issubclass(type(value), Block) else encoded)
     return value if shown == encoded else shown
 
 

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
 from prefect_torch.ckpt.storage.specs.blocks import KINDS_OF_BLOCKS
 from prefect_torch.ckpt.storage.specs.cloud_blocks import is_cloud_block
-from prefect_torch.ckpt.storage.specs.location import URL, URL_WITH_LOGIN, is_block_slug, refuse_password
+from prefect_torch.ckpt.storage.specs.location import MASK, URL, URL_WITH_LOGIN, is_block_slug, refuse_password
 from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
 from pydantic.json_schema import SkipJsonSchema
 
@@ -22,7 +22,6 @@ from .sync import SyncConfig
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}
 _SECRET = re.compile(r"pass|secret|token|credential|auth|(^|_)key$", re.IGNORECASE)
-_MASK = "**********"  # pydantic's, of a SecretStr
 
 
 def check_choice(storage: Any) -> Any:
@@ -60,14 +59,14 @@ def _refuse_passwords(block: Any) -> None:
 
 
 def _mask_settings(storage: Any, handler: SerializerFunctionWrapHandler) -> Any:
-    """Return a block as Prefect stores and shows it, masked: the settings of a RemoteFileSystem have no secret types."""
-    return _masked(handler(storage))
+    return masked(handler(storage))
 
 
-def _masked(value: Any) -> Any:
+def masked(value: Any) -> Any:
+    """Return an encoded block as Prefect stores and shows it: the settings of a RemoteFileSystem have no secret types."""
     if not isinstance(value, dict):
         return value
-    return {name: _MASK if _SECRET.search(name) and isinstance(it, str) else _masked(it) for name, it in value.items()}
+    return {name: MASK if _SECRET.search(name) and isinstance(it, str) else masked(it) for name, it in value.items()}
 
 
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]

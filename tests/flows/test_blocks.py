@@ -16,6 +16,7 @@ import cloudpickle
 import httpx
 import pytest
 from http_proxy import Response, proxied
+from prefect.exceptions import ParameterTypeError
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 from prefect_aws.client_parameters import AwsClientParameters
 from prefect_aws.credentials import AwsCredentials, MinIOCredentials
@@ -27,7 +28,7 @@ from prefect_torch.ckpt.storage.opening import open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.specs.blocks import resolve_storage
 from prefect_torch.deployments import deploy, plan_deployment
-from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, train
+from prefect_torch.flows import CheckpointConfig, Result, RunConfig, ScalingConfig, evaluate, prune, train
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from pydantic import SecretStr
 from ranks import Attempt, folder
@@ -595,6 +596,38 @@ def test_a_password_that_belongs_to_nothing_is_refused(fields, words):
 def test_a_password_in_a_url_is_refused_in_a_form_and_by_the_config_without_showing_it(storage):
     with pytest.raises(ValueError, match="the password in its field") as caught:
         RunConfig(storage=storage)
+    assert "s3cr3t" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flow", [evaluate, prune])
+@pytest.mark.parametrize(
+    "storage",
+    [
+        RemoteFileSystem(basepath="sftp://me@host/x", settings={"password": "s3cr3t"}),
+        CheckpointStorage(file_system=RemoteFileSystem(basepath="sftp://me@host/x", settings={"password": "s3cr3t"})),
+        CheckpointStorage(location="sftp://me:s3cr3t@host/x"),
+        S3Bucket(bucket_name="x", credentials=AwsCredentials(aws_access_key_id="me", aws_session_token="s3cr3t")),
+    ],
+    ids=["settings", "nested", "location", "token"],
+)
+def test_a_secret_in_a_block_is_not_among_the_parameters_that_prefect_shows(flow, storage):
+    shown = json.dumps(flow.serialize_parameters({"storage": storage}))
+    assert "s3cr3t" not in shown
+    assert "host/x" in shown or "bucket_name" in shown
+
+
+@pytest.mark.parametrize("login", ["me:s3cr3t", "me:s3cr3t/x", "me:s3cr3t@x", "me@mail.example:s3cr3t"])
+def test_a_password_in_a_url_is_not_among_the_parameters_that_prefect_stores_before_it_is_refused(login):
+    url = f"sftp://{login}@host:22/x"
+    shown = "sftp://**********@host:22/x"
+    assert prune.serialize_parameters({"storage": url}) == {"storage": shown}
+    assert evaluate.serialize_parameters({"checkpoints": [url, "run/id"]}) == {"checkpoints": [shown, "run/id"]}
+    assert train.serialize_parameters({"run": {"storage": url}, "resume_from": url}) == {
+        "run": {"storage": shown},
+        "resume_from": shown,
+    }
+    with pytest.raises(ParameterTypeError, match="holds credentials") as caught:
+        prune.validate_parameters({"storage": url})
     assert "s3cr3t" not in str(caught.value)
 
 

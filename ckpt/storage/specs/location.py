@@ -31,6 +31,7 @@ _OF_WINDOWS = re.compile(r"[A-Za-z]:(?:\\|/)")
 # uses this pattern, too.
 URL_WITH_LOGIN = r"[A-Za-z][A-Za-z0-9+.-]*://([^/:@\[]*@)*[^/:@\[]*:(?!\d+(/|$))[^@]*@"
 _PASSWORD = re.compile(URL_WITH_LOGIN)
+MASK = "**********"  # pydantic's, of a SecretStr
 _PORT = re.compile(r"[^/:]+:\d+(/|$)")
 _PARAMETERS = re.compile(r"\?([\w.%/:-]+=[^&]*&)*(endpoint_override|scheme|region)=")
 
@@ -105,6 +106,11 @@ def refuse_password(text: str) -> None:
         raise ValueError(
             f"the {scheme}:// URL holds credentials, which Prefect stores and shows with a flow run's parameters: {way}"
         )
+
+
+def without_password(text: str) -> str:
+    """Return `text` as it may be shown: a URL that `refuse_password` refuses has a mask in the place of its login."""
+    return f"{text.partition('://')[0]}://{MASK}@{text.rpartition('@')[2]}" if _PASSWORD.match(text) else text
 
 
 def is_block_slug(text: str) -> bool:
