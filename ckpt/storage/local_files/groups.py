@@ -132,7 +132,8 @@ class _Group:
             return False
         try:
             os.utime(path)  # garbage collection goes by an object's time, which must be that of its put
-        except OSError:  # some mounts refuse it; a copy has the right time
+            _let_read(folder.way, path)
+        except OSError:  # some mounts refuse it; a copy has the right time and mode
             return False
         before = path.lstat()
         if not folder.is_covered:
@@ -213,6 +214,13 @@ def _has_access_of(way: Way, path: Path) -> bool:
     folder = os.fstat(way.folder)
     is_of_group = not folder.st_mode & stat.S_ISGID or path.lstat().st_gid == folder.st_gid
     return is_of_group and _default_access(f"/proc/self/fd/{way.folder}") == _default_access(path.parent)
+
+
+def _let_read(way: Way, path: Path) -> None:
+    """Let those read a file who may read its directory, and hence a copy: safetensors and tempfile make it with mode 0600."""
+    mode = path.stat().st_mode
+    if lacking := os.fstat(way.folder).st_mode & (stat.S_IRGRP | stat.S_IROTH) & ~mode:
+        path.chmod(stat.S_IMODE(mode) | lacking)
 
 
 def _default_access(folder: "str | Path") -> bytes | None:

@@ -193,6 +193,23 @@ def test_an_owned_file_gets_the_access_list_of_a_directory_that_passes_its_own_o
     assert is_linked == {"run/x/a": False, "run/x/b": True}
 
 
+@pytest.mark.parametrize(("umask", "modes"), [(0o022, {0o644}), (0o027, {0o640, 0o644}), (0o077, {0o600, 0o644})])
+def test_an_owned_file_that_its_library_made_private_is_readable_for_whom_the_directory_is(storage, source, umask, modes):
+    """As safetensors makes each, and `tempfile`."""
+    files = written(source, "ab")
+    for path, mode in zip(files.values(), (0o600, 0o644), strict=True):
+        path.chmod(mode)
+    inodes = {path.stat().st_ino for path in files.values()}
+    before = os.umask(umask)
+    try:
+        storage.put_files(files, owned=True)
+    finally:
+        os.umask(before)
+    stored = [(Path(storage.url) / key).stat() for key in files]
+    assert {status.st_ino for status in stored} == inodes
+    assert {stat.S_IMODE(status.st_mode) for status in stored} == modes
+
+
 def test_a_file_that_is_written_while_it_is_read_is_copied_and_its_digest_is_right(storage, source, monkeypatch):
     files = written(source, ["a"])
     from prefect_torch.ckpt.storage.local_files import groups  # noqa: PLC0415 - patched
