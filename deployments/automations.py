@@ -17,6 +17,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import ActionTypes
 from prefect.exceptions import ObjectNotFound
 from prefect.types.entrypoint import EntrypointType
+from prefect_torch.ckpt.text import without_login
 from prefect_torch.deployments.concurrency_leases import is_limited, warn_of_lost_lease
 from prefect_torch.flows.monitoring.events.heartbeats import frequency_s
 from prefect_torch.flows.monitoring.events.observer import COMMITTED
@@ -178,7 +179,7 @@ def end_restarts(trained: str, *, is_served: bool) -> None:
                 raise
             warnings.warn(
                 f"restarts that an earlier call with max_restarts has asked for may go on: Prefect refuses to tell whether "
-                f"there is an automation {_RESUMES.format(trained)!r} ({exc})",
+                f"there is an automation {_RESUMES.format(trained)!r} ({without_login(str(exc))})",
                 stacklevel=3,
             )
             return

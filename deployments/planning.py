@@ -12,6 +12,7 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound, ParameterTypeError, SignatureMismatchError
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt.errors import PAGE_OF_PROXY
+from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
@@ -85,7 +86,7 @@ def _find(name: str) -> DeploymentResponse:
         raise ValueError(str(exc)) from None
     except (httpx.HTTPError, *PAGE_OF_PROXY, RuntimeError) as exc:  # RuntimeError: it was not reached at all
         api = PREFECT_API_URL.value() or "a Prefect server that was started here"
-        said = f"{api} does not give deployment {name!r}: {exc or type(exc).__name__}"
+        said = without_login(f"{api} does not give deployment {name!r}: {exc or type(exc).__name__}")
         raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc
 
 

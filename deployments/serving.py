@@ -10,15 +10,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from prefect.utilities.services import critical_service_loop
+from prefect_torch.ckpt.text import without_login
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_key_refused, is_outage, repeat_without_database
 
 # Where the runner finds the loop that polls for due flow runs, and the one for those that are cancelled or suspended.
 _DUE = "prefect.runner._scheduled_run_poller.critical_service_loop"
 _CANCELLED = "prefect._internal.observers.critical_service_loop"
 _CANCELLED_SINCE_3_9 = "prefect._internal._observation_delivery.critical_service_loop"
-_AWAY = "Prefect's API is away (%r): flow runs go on, and due ones start when it is back"
+_AWAY = "Prefect's API is away (%s): flow runs go on, and due ones start when it is back"
 _REFUSED = (
-    "Prefect's API refuses the key of this process (%r): flow runs go on, and due ones wait. Unless it is to be valid again, "
+    "Prefect's API refuses the key of this process (%s): flow runs go on, and due ones wait. Unless it is to be valid again, "
     "start another `serve` with a new key, and end this one when its flow runs have ended"
 )
 _logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ async def _poll_despite_outages(
                 raise
             said = _REFUSED if is_key_refused(exc) else _AWAY
             if lost != said:
-                _logger.warning(said, exc)
+                _logger.warning(said, without_login(repr(exc)))
             lost = said
         else:
             if lost is not None:
@@ -85,7 +86,7 @@ def _log_refusal(after_outage: Callable[[], object]) -> None:
     except Exception as exc:
         if _may_pass(exc):
             raise
-        _logger.warning("flow runs that died while Prefect's API was away are not restarted: %r", exc)
+        _logger.warning("flow runs that died while Prefect's API was away are not restarted: %s", without_login(repr(exc)))
 
 
 def _may_pass(error: Exception) -> bool:

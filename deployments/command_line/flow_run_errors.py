@@ -7,6 +7,7 @@ from uuid import UUID
 import httpx
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
+from prefect_torch.ckpt.text import without_login
 
 
 @contextmanager
@@ -18,10 +19,10 @@ def flow_run_errors_explained(flow_run_id: UUID) -> Iterator[None]:
         ConnectionError: If the API does not answer.
 
     """
-    api = PREFECT_API_URL.value() or "the server of this machine"
+    api = without_login(PREFECT_API_URL.value() or "the server of this machine")
     try:
         yield
     except ObjectNotFound as exc:
         raise FileNotFoundError(f"{api} has no flow run {flow_run_id}: set PREFECT_API_URL to the API that has it") from exc
     except (httpx.HTTPError, RuntimeError) as exc:
-        raise ConnectionError(f"{api} does not answer: {exc or type(exc).__name__}") from exc
+        raise ConnectionError(without_login(f"{api} does not answer: {exc or type(exc).__name__}")) from exc

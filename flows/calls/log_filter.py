@@ -5,6 +5,8 @@ import re
 from contextvars import ContextVar
 
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
 from prefect_torch.tasks.prefect_api.final_state import is_of_state
@@ -40,11 +42,18 @@ _LOST = "Prefect's API does not know this flow run any more: it was deleted, or 
 class FlowLogFilter(logging.Filter):
     """Shortens, drops or changes the level of Prefect's log records of this package's flows; other records stay as they are.
 
-    The log of the failed rank has its traceback, so it is not repeated. Any other exception keeps the user's frames.
+    The log of the failed rank has its traceback, so it is not repeated. Any other exception keeps the user's frames. Where
+    PREFECT_API_URL holds a login, no message has one: the errors of requests contain the whole URL, and all users see the log.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Shorten the record, and return whether to keep it."""
+        is_kept = self._shorten(record)
+        if "@" in (PREFECT_API_URL.value() or "") and "@" in (text := record.getMessage()):
+            record.msg, record.args = without_login(text), ()
+        return is_kept
+
+    def _shorten(self, record: logging.LogRecord) -> bool:
         if record.exc_info and (error := record.exc_info[1]) is not None and is_from_here(error):
             record.exc_info = None
             record.exc_text = None if isinstance(error.__cause__ or error, RankFailedError) else _frames(error)

@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingResult, ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed
-from prefect_torch.ckpt.text import encodable
+from prefect_torch.ckpt.text import encodable, without_login
 
 from .outage import NO_ANSWER
 
@@ -69,7 +69,7 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
             _logger.warning("it has completed, but Prefect's API does not know flow run %s any more", flow_run_id)
         elif is_unrecorded:
             text = "it has completed, but Prefect's API did not record that of flow run %s: %s"
-            _logger.warning(text, flow_run_id, str(exc).partition("\n")[0] or repr(exc))
+            _logger.warning(text, flow_run_id, without_login(str(exc).partition("\n")[0] or repr(exc)))
         return result
     finally:
         _returned.reset(token)

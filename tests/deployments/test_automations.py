@@ -544,10 +544,11 @@ def test_a_deployment_without_max_restarts_is_restarted_no_more_unless_by_a_call
 def test_a_key_that_may_not_see_automations_deploys_without_restarts(client, monkeypatch):
     def refuses(_, name):
         answer = httpx.Response(403, request=httpx.Request("POST", "http://127.0.0.1/api/automations/filter"))
-        raise PrefectHTTPStatusError("Forbidden", request=answer.request, response=answer)
+        raise PrefectHTTPStatusError("Forbidden for url 'http://me:secret@host'", request=answer.request, response=answer)
 
     monkeypatch.setattr(SyncPrefectClient, "read_automations_by_name", refuses)
-    with pytest.warns(UserWarning, match=r"may go on: Prefect refuses to tell .* 'Resume train/unseen' \(Forbidden\)"):
+    said = r"may go on: Prefect refuses to tell .* 'Resume train/unseen' \(Forbidden for url 'http://host'\)"
+    with pytest.warns(UserWarning, match=said):
         deployment_id = deploy("unseen", "my_training:train_fn", run=RunConfig(storage="/store"), work_pool="pool")
     assert client.read_deployment(deployment_id).name == "unseen"
 

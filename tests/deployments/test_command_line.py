@@ -821,9 +821,9 @@ def test_a_plan_whose_server_is_away_or_refuses_is_one_line(command):
     with HTTPServer(("127.0.0.1", 0), Refusing) as refusing:
         threading.Thread(target=refusing.serve_forever, args=(0.02,), daemon=True).start()
         for port, why in ((free_port(), "refused"), (refusing.server_port, "401")):
-            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}):
+            with temporary_settings({PREFECT_API_URL: f"http://me:secret@127.0.0.1:{port}/api"}):
                 code, _, err = command("plan", "train/none")
-            assert code == 1
+            assert (code, "secret" in err) == (1, False)
             assert re.search(f"/api does not give deployment 'train/none': .*{why}.*PREFECT_API_AUTH_STRING", err)
         refusing.shutdown()
 

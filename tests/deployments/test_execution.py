@@ -89,7 +89,7 @@ def test_a_flow_run_that_cannot_be_read_is_one_sentence(prefect_server, api, sai
 def test_a_state_that_cannot_be_proposed_is_one_sentence(monkeypatch):
     monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
     with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}),
+        temporary_settings({PREFECT_API_URL: "http://me:secret@127.0.0.1:1/api"}),
         pytest.raises(ConnectionError, match=r"^http://127\.0\.0\.1:1/api does not answer: "),
     ):
         execution._propose(uuid4(), AwaitingRetry())

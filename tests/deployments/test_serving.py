@@ -25,8 +25,8 @@ def loops():
     return [getattr(import_module(module), name) for module, _, name in (it.rpartition(".") for it in places)]
 
 
-def answered(status):
-    return httpx.HTTPStatusError("refused", request=REQUEST, response=httpx.Response(status, request=REQUEST))
+def answered(status, text="refused"):
+    return httpx.HTTPStatusError(text, request=REQUEST, response=httpx.Response(status, request=REQUEST))
 
 
 class Done(Exception):  # noqa: N818 - no error
@@ -113,9 +113,11 @@ def test_what_is_due_after_an_outage_and_fails_ends_no_flow_runs(caplog):
 def test_a_refused_key_ends_no_flow_run_either(status, caplog):
     back = []
     with runner_outlasts_outages(after_outage=lambda: back.append(1)):
-        assert poll([None, *[answered(status)] * 5, answered(503), *[answered(status)] * 5, None])[0] == 14
+        refused = [answered(status, "for url 'http://me:secret@host/api'")] * 5
+        assert poll([None, *refused, answered(503), *refused, None])[0] == 14
     assert len(back) == 1
     said = [record.getMessage() for record in caplog.records if record.name.endswith("serving")]
+    assert "secret" not in str(said)
     assert ["start another `serve` with a new key" in it for it in said] == [True, False, True, False]
 
 

@@ -17,7 +17,7 @@ from forked_programs import run_program
 from prefect import flow
 from prefect._internal.concurrency.cancellation import CancelledError
 from prefect.exceptions import ObjectNotFound, ParameterBindError
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import rows, wait_until
@@ -269,6 +269,25 @@ def test_a_final_state_that_prefect_refuses_is_one_line():
     assert record.exc_info is None
     said = "Prefect's API did not record the final state of this flow run: HTTPStatusError: 401 Unauthorized"
     assert record.getMessage() == said
+
+
+def test_the_login_of_prefects_api_is_in_no_line_that_all_its_users_see():
+    url = "http://me:secret@host/api"
+    request = httpx.Request("POST", f"{url}/flow_runs/1/set_state")
+    with temporary_settings({PREFECT_API_URL: url}):
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            httpx.Response(503, request=request).raise_for_status()
+        for fields in (
+            {"msg": "away: %r", "args": (caught.value,)},
+            {"msg": "%s", "args": (1,), "flow_name": "train", "exc_info": (None, caught.value, None)},
+        ):
+            record = logging.makeLogRecord(fields)
+            assert FlowLogFilter().filter(record)
+            assert "for url 'http://host/api/flow_runs/1/set_state'" in record.getMessage()
+            assert "secret" not in record.getMessage()
+    record = logging.makeLogRecord({"msg": "to %s: 100%%", "args": ("sftp://me@host",)})
+    assert FlowLogFilter().filter(record)
+    assert record.getMessage() == "to sftp://me@host: 100%"
 
 
 def test_a_timeout_of_the_caller_s_task_shows_the_frames_of_the_caller(monkeypatch):
