@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -55,4 +56,6 @@ class Hosts(Cluster):
 
     def _command(self, host: str, program: str) -> str:
         template = self.command if "{agent}" in self.command else f"{self.command} {{agent}}"
+        if Path(template.split(maxsplit=1)[0]).name == "ssh" and template.endswith(" {agent}"):
+            program = shlex.quote(program)  # ssh joins its arguments, and the other machine's shell splits the text again
         return template.replace("{host}", shlex.quote(host)).replace("{agent}", program)

@@ -50,6 +50,21 @@ def test_a_command_that_brings_no_agent_is_quoted(monkeypatch):
         assert gathering.missing() == ["a: its agent did not come within 0.01 s: queued and waiting for resources"]
 
 
+@pytest.mark.parametrize("command", ["ssh {host}", "{bin}/ssh {host} exec {agent}"])
+def test_ssh_starts_an_interpreter_whose_path_has_blanks_and_characters_of_the_shell(tmp_path, monkeypatch, command):
+    """The other machine's shell reads what ssh makes of its arguments."""
+    python, ssh = tmp_path / "Ada's project (3.11)/python", tmp_path / "bin/ssh"
+    for program, text in ((python, f'exec {sys.executable} "$@"'), (ssh, 'shift; exec sh -c "$*"')):
+        program.parent.mkdir()
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    command = command.replace("{bin}", str(ssh.parent))
+    cluster = Hosts(["a"], command=command, python=str(python), leader_address="127.0.0.1", wait_s=0)
+    with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
+        assert [machine.name for machine in gathering.wait(lambda: None)] == ["a"], gathering.missing()
+
+
 def test_a_machine_without_a_free_gpu_is_no_machine():
     """A rank cannot be there, and another machine that comes later has room for it."""
     cluster = Hosts(["a"], command="exec {agent}", leader_address="127.0.0.1", wait_s=0)
