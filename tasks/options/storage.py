@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
+from types import NoneType
 from typing import Annotated, Any
 
 from prefect.blocks.core import Block
@@ -12,7 +13,14 @@ from prefect_torch.ckpt.blocks import StorageBlock
 from prefect_torch.ckpt.storage.opening import StorageLike, parse_storage
 from prefect_torch.ckpt.storage.specs.blocks import KINDS_OF_BLOCKS
 from prefect_torch.ckpt.storage.specs.cloud_blocks import is_cloud_block
-from prefect_torch.ckpt.storage.specs.location import MASK, URL, URL_WITH_LOGIN, is_block_slug, refuse_password
+from prefect_torch.ckpt.storage.specs.location import (
+    MASK,
+    URL,
+    URL_WITH_LOGIN,
+    is_block_slug,
+    refuse_password,
+    without_password,
+)
 from pydantic import BeforeValidator, Field, InstanceOf, SerializerFunctionWrapHandler, WrapSerializer
 from pydantic.json_schema import SkipJsonSchema
 
@@ -21,7 +29,7 @@ from .settings import TorchSettings
 from .sync import SyncConfig
 
 _FIELDS_OF_BLOCKS = {"location", "file_system", "basepath", "bucket_name"}
-_SECRET = re.compile(r"pass|secret|token|credential|auth|(^|_)key$", re.IGNORECASE)
+_SECRET = re.compile(r"pass|secret|token|credential|auth|connection_string|(^|_)(key|pwd|sas)$", re.IGNORECASE)
 
 
 def check_choice(storage: Any) -> Any:
@@ -64,9 +72,16 @@ def _mask_settings(storage: Any, handler: SerializerFunctionWrapHandler) -> Any:
 
 def masked(value: Any) -> Any:
     """Return an encoded block as Prefect stores and shows it: the settings of a RemoteFileSystem have no secret types."""
-    if not isinstance(value, dict):
-        return value
-    return {name: MASK if _SECRET.search(name) and isinstance(it, str) else masked(it) for name, it in value.items()}
+    if isinstance(value, dict):
+        return {name: MASK if _is_secret(name, it) else masked(it) for name, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [masked(it) for it in value]
+    return without_password(value) if isinstance(value, str) else value
+
+
+def _is_secret(name: Any, value: Any) -> bool:
+    """Return whether a value is masked for its name; of a dict, the values are."""
+    return _SECRET.search(str(name)) is not None and not isinstance(value, (dict, bool, NoneType))
 
 
 _Text = Annotated[str, Field(title="Path or URL", json_schema_extra={"minLength": 1, "pattern": rf"^(?!{URL_WITH_LOGIN})"})]

@@ -616,6 +616,26 @@ def test_a_secret_in_a_block_is_not_among_the_parameters_that_prefect_shows(flow
     assert "host/x" in shown or "bucket_name" in shown
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"auth": ("me", "s3cr3t")},
+        {"connection_string": "AccountName=me;AccountKey=s3cr3t"},
+        {"pwd": "s3cr3t"},
+        {"sas": "s3cr3t"},
+        {"hosts": [{"password": "s3cr3t"}]},
+        {"proxies": {"https": "http://me:s3cr3t@proxy:3128"}},
+    ],
+    ids=str,
+)
+def test_a_secret_in_the_settings_of_a_block_is_masked_whatever_its_form(settings):
+    block = RemoteFileSystem(basepath="webdav://host/x", settings={**settings, "port": 22, "use_auth": True})
+    shown = RunConfig(storage=block).model_dump(mode="json")["storage"]
+    assert "s3cr3t" not in json.dumps(shown)
+    assert (shown["basepath"], shown["settings"]["port"], shown["settings"]["use_auth"]) == ("webdav://host/x", 22, True)
+    assert "s3cr3t" in str(block.settings), "the training has it"
+
+
 @pytest.mark.parametrize("login", ["me:s3cr3t", "me:s3cr3t/x", "me:s3cr3t@x", "me@mail.example:s3cr3t"])
 def test_a_password_in_a_url_is_not_among_the_parameters_that_prefect_stores_before_it_is_refused(login):
     url = f"sftp://{login}@host:22/x"
