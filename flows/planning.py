@@ -120,7 +120,7 @@ def plan(
         yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
         if run.sync is not None:
             text = f"{run.sync.target} was not read: a training first downloads the checkpoints that are only there"
-            yield PlanLine("storage", "ok", text)
+            yield PlanLine("storage", "ok", without_login(text))
         found.append(_look_at_run(spec, run, checkpoint or CheckpointConfig(), resume_from))
 
     lines += _found("storage", look)

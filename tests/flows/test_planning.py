@@ -151,6 +151,8 @@ def test_what_a_tool_copies_is_not_read(store):
     found = planned(store, name="other", sync=sync)
     texts = [it.text for it in found.lines if it.subject == "storage"]
     assert texts[1] == "me@host:/there was not read: a training first downloads the checkpoints that are only there"
+    sync = sync.model_copy(update={"target": "sftp://me:secret@host/there"})
+    assert "  sftp://host/there was not read" in str(planned(store, name="other", sync=sync))
     assert found.would_begin
     elsewhere = plan(TRAIN_FN, {}, None, RunConfig(name="run", storage="s3://bucket/runs", sync=sync))
     assert [it.subject for it in elsewhere.lines if it.status == "wrong"] == ["storage"]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 
 from prefect_torch.ckpt.errors import StorageError
 from prefect_torch.ckpt.storage.retry import classify
-from prefect_torch.ckpt.text import name_of
+from prefect_torch.ckpt.text import name_of, without_login
 
 Copy = Callable[[str, str], object]
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -126,7 +126,7 @@ def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
 
 
 def _run(command: list[str], timeout_s: float) -> None:
-    started_s, shown = time.monotonic(), shlex.join(command)
+    started_s, shown = time.monotonic(), without_login(shlex.join(command))
     # A file: a pipe ends with the last process that holds it, such as a shared connection that the command has opened.
     with tempfile.TemporaryFile() as output:
         try:

@@ -152,6 +152,15 @@ def test_a_failed_upload_leaves_the_previous_checkpoint_the_latest_and_its_outpu
         download_run(bad, "run")
 
 
+def test_the_log_of_a_failed_command_shows_no_login_of_its_target(tmp_path, caplog):
+    """As of a tool that takes it in a URL; the log is Prefect's, too."""
+    storage = open_storage(spec(tmp_path / "here", "sftp://me:s3cr3t@host/x", upload="false {source} {target}"))
+    with pytest.raises(StorageError, match="exited with 1"):
+        storage.put_bytes("run/x", b"1")
+    assert "sftp://host/x exited with 1" in caplog.text
+    assert "s3cr3t" not in caplog.text
+
+
 def test_a_command_that_fails_once_is_tried_again(tmp_path):
     tried = tmp_path / "tried"
     flaky = f"sh -c 'test -e {tried} && exec {COPY}; touch {tried}; exit 1'"
