@@ -246,11 +246,17 @@ def test_secrets_reach_neither_logs_nor_storage_nor_the_ranks_arguments(moto, ca
 
 def test_a_ranks_environment_holds_no_key_of_prefects_api_unless_a_storage_of_it_is_a_block(tmp_path, monkeypatch):
     """Which may have to be read again when its credentials expire."""
-    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", "secret")
+    variables = {
+        "PREFECT_CLIENT_CUSTOM_HEADERS": '{"X-Of-A-Proxy": "secret"}',
+        "PREFECT_SERVER_API_AUTH_STRING": "secret",
+        "PREFECT_SERVER_DOCKET_URL": "redis://me:secret@host",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     one = ScalingConfig(num_workers=1)
-    hidden = {"none_of": ["PREFECT_SERVER_API_AUTH_STRING"]}
+    hidden = {"none_of": [*variables]}
     train("trainings:tell_environment", hidden, one, RunConfig(name="run", storage=str(tmp_path)))
-    shown = {"more": ["PREFECT_SERVER_API_AUTH_STRING"]}
+    shown = {"more": [*variables]}
     train("trainings:tell_environment", shown, one, RunConfig(name="run", storage=LocalFileSystem(basepath=str(tmp_path))))
     seed = CheckpointStore.open(LocalFileSystem(basepath=str(tmp_path / "seed")), "seed")
     Attempt(seed).session().report({}, folder(tmp_path / "c", model="1"))
