@@ -116,7 +116,8 @@ def wait_for_key(key_value: "TcpKeyValue", key: str, longest_s: float) -> bytes:
 class TcpKeyValue:
     """A TCPStore as the KeyValue that `prefect_torch.ckpt` uses; its keys have a prefix that those of process groups lack.
 
-    A value of more than 4 MiB, such as the names of 10^5 files, is stored in parts under keys of their own.
+    A value of more than 4 MiB, such as the names of 10^5 files, is stored in parts under keys of their own, which only an end
+    that has set or read the value deletes with it.
     """
 
     def __init__(self, store: Any) -> None:

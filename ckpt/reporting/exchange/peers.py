@@ -63,6 +63,7 @@ class Peers:
         self.world_size = world_size
         self._node = node
         self._read_for_node: set[str] = set()
+        self._sent_for_node: set[str] = set()
         num_waiting = world_size if node is None else node.num_nodes
         self._poll_s = _POLL_S if rank == 0 else max(_POLL_S, num_waiting / _RANKS_PER_POLL_S)
         self._look_s = max(_POLL_S, world_size / _RANKS_PER_POLL_S)
@@ -152,7 +153,8 @@ class Peers:
             return
         with suppress(ConnectionError):  # with its store, the message is gone
             self._node.forget_message(topic, self.rank)
-        if self.rank == self._node.ranks[0]:
+        if topic in self._sent_for_node:  # of a long message, only the end that has stored its parts knows them
+            self._sent_for_node.remove(topic)
             self._key_value.delete(self._node.bundle_key(topic))
 
     def forget_decision(self, topic: str) -> None:
@@ -217,6 +219,7 @@ class Peers:
                 "cannot complete"
             ) from exc
         if messages is not None:
+            self._sent_for_node.add(topic)
             self._key_value.set(node.bundle_key(topic), merge(messages))
 
     def _listen_in_node(self, node: Node, topic: str) -> list[bytes] | None:

@@ -13,6 +13,8 @@ from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node, pack, unpack
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
+from prefect_torch.tasks.rank import rendezvous
+from prefect_torch.tasks.rank.rendezvous import Rendezvous, connect
 from ranks import Attempt, folder, read_files
 
 NODES = (3, 2, 1)
@@ -46,6 +48,23 @@ def test_ranks_of_several_machines_agree_and_leave_nothing_behind(store, tmp_pat
     for node in attempt.nodes:
         left = list(node.key_value._values)
         assert len(left) <= len(node.ranks) + 1 + 4, left  # the last round's, copies of these decisions, and who read them
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_long_messages_of_a_machine_leave_nothing_behind_whichever_rank_comes_last(monkeypatch, order):
+    monkeypatch.setattr(rendezvous, "_MOST_BYTES", 100)
+    meeting = Rendezvous()
+    leader = meeting.serve()
+    nodes = [Node(MemoryKeyValue(), 0, 2, range(1)), *[Node(MemoryKeyValue(), 1, 2, range(1, 3))] * 2]
+    ranks = [Peers(connect(meeting.address), rank, 3, node) for rank, node in enumerate(nodes)]
+    for rank in order:
+        ranks[rank].exchange("topic", bytes([rank]) * 1000)
+    assert ranks[0].exchange("topic", b"\0" * 1000) == [bytes([rank]) * 1000 for rank in range(3)]
+    for peers in ranks:
+        peers.forget_message("topic")
+        peers.have_all_noted("topic")  # its answer comes after all that this rank has deleted
+    leader.delete("topic")
+    assert leader.store.num_keys() <= 1  # torch's own
 
 
 def test_one_request_a_node_reaches_the_store_of_all_ranks(store):
