@@ -5,6 +5,10 @@ import torch
 from crash_points import open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointCorruptError, StorageError
+from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.storage.fsspec_files import backend
+from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.local_files import storage as local
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt
 
@@ -60,7 +64,23 @@ def test_a_load_reads_neighbours_together_and_only_what_it_needs(tmp_path):
     target = {"small": {str(number): torch.zeros(200, 100) for number in range(40)}}
     store.checkpoint(open_run(storage).latest()).load_state(target)
     assert all(torch.equal(target["small"][name], many["small"][name]) for name in many["small"])
-    assert faulty.counts() == {"size": 2, "get_bytes": 1, "get_range": 1}  # of the manifest, and of the index
+    assert faulty.counts() == {"size": 2, "get_range": 2}  # of the index, and of the tensors
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_an_index_that_is_larger_than_a_record_is_loaded(tmp_path, monkeypatch, is_remote):
+    """It has an entry for each tensor of each rank: of millions, more than 1 GiB."""
+    storage = FsspecStorage(f"memory://{tmp_path}", {}) if is_remote else LocalStorage(tmp_path)
+    store = open_run(storage)
+    Attempt(store).run(lambda session, _: session.report({}, state={f"{it}": torch.ones(20_000) for it in range(50)}))
+    newest = store.latest()
+    index_bytes = next(entry.bytes for entry in newest.files if entry.path == ".state.json")
+    monkeypatch.setattr(backend if is_remote else local, "MOST_RECORD_BYTES", index_bytes - 1)
+    with pytest.raises(MalformedRecordError):
+        storage.get_bytes(store.layout.data(newest.id, ".state.json"))
+    state = {"7": torch.zeros(20_000)}
+    store.checkpoint(newest).load_state(state)
+    assert torch.equal(state["7"], torch.ones(20_000))
 
 
 def test_a_file_that_ends_early_or_differs_is_corrupt_however_it_is_read(tmp_path):
