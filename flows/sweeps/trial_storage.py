@@ -1,10 +1,12 @@
 """A trial's run in the storage: its end, its reports without a decision, its pins, and the deletion of its checkpoints."""
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, time_of
@@ -90,16 +92,23 @@ def metrics_in(value: object) -> Metrics:
 def count_reports(run: Run) -> int:
     """Return how often a trial has reported up to its latest checkpoint; a step that was trained again counts once."""
     newest = run.find_newest(run.read_or_leave_out)
-    return 0 if newest is None else _count_up_to(read_history(run), [newest], newest.step)
+    return 0 if newest is None else _Reports(read_history(run), [newest]).count_up_to(newest.step)
 
 
-def _count_up_to(records: Sequence[MetricRecord], manifests: Sequence[Manifest], last: int) -> int:
-    """Return the number of a trial's reports up to a step; a kill may have lost records of reports that have a checkpoint."""
-    recorded = Counter((record.step, record.attempt) for record in records if not record.is_logged)
-    by_step = {manifest.step: 1 for manifest in manifests}
-    for (step, _), count in recorded.items():
-        by_step[step] = max(count, by_step.get(step, 0))
-    return sum(count for step, count in by_step.items() if step <= last)
+class _Reports:
+    """The numbers of a trial's reports; a kill may have lost records of reports that have a checkpoint."""
+
+    def __init__(self, records: Iterable[MetricRecord], manifests: Iterable[Manifest]) -> None:
+        recorded = Counter((record.step, record.attempt) for record in records if not record.is_logged)
+        by_step = {manifest.step: 1 for manifest in manifests}
+        for (step, _), count in recorded.items():
+            by_step[step] = max(count, by_step.get(step, 0))
+        self._steps = sorted(by_step)
+        self._totals = list(accumulate((by_step[step] for step in self._steps), initial=0))
+
+    def count_up_to(self, step: int) -> int:
+        """Return the number of reports up to a step."""
+        return self._totals[bisect_right(self._steps, step)]
 
 
 def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> Iterator[DecisionRequest]:
@@ -117,10 +126,10 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
     if points is None:
         return
     manifests, records = list_manifests(run)[1], read_history(run)
-    decided = {report.checkpoint for report in trial.reports}
+    reports, decided = _Reports(records, manifests), {report.checkpoint for report in trial.reports}
     last = trial.reports[-1].time if trial.reports else -math.inf
     for manifest in manifests:
-        count = trial.reports_before + _count_up_to(records, manifests, manifest.step)
+        count = trial.reports_before + reports.count_up_to(manifest.step)
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)
         if manifest.id in decided or (at is not None and at <= last):
             continue
@@ -150,7 +159,7 @@ def pin_source(sweep: CheckpointStore, source: TrialRecord, clone: str) -> tuple
     for _ in range(2):
         newest = store.latest()
         if newest is not None and _pins(store, newest.id, clone):
-            return newest.id, source.reports_before + _count_up_to(read_history(store), [newest], newest.step)
+            return newest.id, source.reports_before + _Reports(read_history(store), [newest]).count_up_to(newest.step)
     return None
 
 

@@ -26,13 +26,13 @@ from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
 from prefect.states import Cancelling, Crashed
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, Manifest, RunBusyError, StorageError
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints
+from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionPoints
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
-from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -59,7 +59,7 @@ from prefect_torch.flows import (
 from prefect_torch.flows.calls.cluster_runner import ClusterThreads
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
-from prefect_torch.flows.sweeps import beginning, unused_criteria
+from prefect_torch.flows.sweeps import beginning, trial_storage, unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
@@ -750,6 +750,22 @@ def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committe
     assert [it.step for it in undecided(run, cloned, DecisionPoints("training_iteration", 5))] == [2]
     assert [it.step for it in undecided(run, trial, DecisionPoints(stop={"epoch": 1}))] == [1, 2]
     assert list(undecided(run, trial, None)) == []
+
+
+def test_what_was_not_decided_is_found_by_one_pass_over_the_history(tmp_path, monkeypatch):
+    """Each checkpoint took a pass of its own: minutes at the start of a sweep whose trials have thousands."""
+    run, passes = Run.open(tmp_path, "sweep/trial-0000-0123abcd"), []
+    for step in range(5):
+        job_commit(run, step)
+
+    class History(list):
+        def __iter__(self):
+            passes.append(1)
+            return super().__iter__()
+
+    monkeypatch.setattr(trial_storage, "read_history", lambda run: History(read_history(run)))
+    assert list(undecided(run, TrialRecord(0, run.name, {}, 0), DecisionPoints(TRAINING_ITERATION, 9))) == []
+    assert len(passes) == 1
 
 
 def test_of_reports_that_a_kill_left_undecided_the_first_with_the_metric_is_decided(tmp_path):
