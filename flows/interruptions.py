@@ -16,8 +16,6 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateName,
     FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
     WorkQueueFilter,
     WorkQueueFilterId,
 )
@@ -251,17 +249,24 @@ def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
     mine = queues.get(this.work_queue_id)
     if mine is None or mine.priority is None:
         return None
-    late = read_pages(
+    more_urgent = [key for key, queue in queues.items() if queue.priority is not None and queue.priority < mine.priority]
+    if not more_urgent:
+        return None
+    late = read_pages(  # not of the whole pool: each of its trainings asks, and thousands of trials may wait
         client.read_flow_runs,
         flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"]))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[this.work_pool_name])),
+        work_queue_filter=WorkQueueFilter(id=WorkQueueFilterId(any_=more_urgent)),
     )
+    full: set[UUID] = set()
     for flow_run in late:
         if this.state is None or flow_run.state is None or flow_run.state.timestamp < this.state.timestamp:
             continue
-        queue = None if flow_run.work_queue_id is None else queues.get(flow_run.work_queue_id)
-        if queue is not None and queue.priority is not None and queue.priority < mine.priority and _has_room(client, queue):
+        queue = queues.get(flow_run.work_queue_id) if flow_run.work_queue_id is not None else None
+        if queue is None or queue.id in full:
+            continue
+        if _has_room(client, queue):
             return flow_run
+        full.add(queue.id)
     return None
 
 

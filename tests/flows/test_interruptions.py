@@ -624,6 +624,29 @@ def test_flow_runs_beyond_the_first_page_of_the_api_count(client, pool, monkeypa
     assert found.reason == f"gave way to the more urgent flow run {urgent.name!r}"
 
 
+def test_only_flow_runs_of_more_urgent_queues_are_listed_and_those_under_way_once(client, pool, monkeypatch):
+    """Each training with `yields_to_urgent` listed all late flow runs of its work pool, every five seconds."""
+    this = begin(client, pool, "background", Pending(), Running())
+    most_urgent = begin(client, pool, "urgent", Pending(), Running())
+    for deployed in (this, this, most_urgent, most_urgent):
+        client.create_flow_run_from_deployment(deployed.deployment_id, state=Scheduled(name="Late"))
+    client.update_work_queue(most_urgent.work_queue_id, concurrency_limit=1)
+    read, listed = client.read_flow_runs, []
+
+    def record(**asked):
+        listed.append(read(**asked))
+        return listed[-1]
+
+    monkeypatch.setattr(client, "read_flow_runs", record)
+    assert find_interruption(client, this, yields_to_urgent=True) is None
+    assert [[(it.work_queue_name, it.state.name) for it in page] for page in listed] == [
+        [("urgent", "Late")] * 2,
+        [("urgent", "Running")],
+    ]
+    assert find_interruption(client, most_urgent, yields_to_urgent=True) is None
+    assert len(listed) == 2
+
+
 def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrupted():
     """Ctrl-C and SIGTERM reach the main thread alone, which then waits for the tasks: the training went on to its end."""
     begun, has_ended, gives_up = threading.Event(), threading.Event(), threading.Event()
