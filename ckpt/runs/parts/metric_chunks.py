@@ -103,13 +103,10 @@ def join_lines(lines: Sequence[bytes]) -> bytes:
 def read_chunk(storage: Storage, chunk: Chunk, kind: type[T]) -> dict[int, T] | None:
     """Return the records of a chunk by number; None if the chunk does not exist.
 
-    Lines that are unreadable each time are left out, with one warning that names the first of them.
+    An object with unreadable lines, which a gateway may have cut, is read again. Lines that are unreadable each time are left
+    out, with one warning that names the first of them.
     """
-    return _confirmed(storage, chunk, bytes_if_there(storage, chunk.key), kind)
-
-
-def _confirmed(storage: Storage, chunk: Chunk, data: bytes | None, kind: type[T]) -> dict[int, T] | None:
-    """Return the records in `data`; of an object with unreadable lines, which a gateway may have cut, those of another read."""
+    data = bytes_if_there(storage, chunk.key)
     if data is None:
         return None
     records, problems = _parsed(storage, chunk, data, kind)
@@ -186,15 +183,15 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
     known = {} if known is None else known
     gone: set[Chunk] = set()
     while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
-        stored = read_all(unread, lambda chunk: bytes_if_there(storage, chunk.key))
         with no_collection():
-            for chunk, data in zip(unread, stored, strict=True):
-                if (records := _confirmed(storage, chunk, data, kind)) is not None:
-                    known[chunk] = records
-                elif chunk in gone:  # listed twice and missing twice: it never existed
-                    known[chunk] = {}
-                else:
-                    gone.add(chunk)
+            read = read_all(unread, lambda chunk: read_chunk(storage, chunk, kind))
+        for chunk, records in zip(unread, read, strict=True):
+            if records is not None:
+                known[chunk] = records
+            elif chunk in gone:  # listed twice and missing twice: it never existed
+                known[chunk] = {}
+            else:
+                gone.add(chunk)
         if known.keys() >= set(unread):
             break
     by_number: dict[int, dict[int, T]] = defaultdict(dict)

@@ -1,6 +1,7 @@
 """The metric history: objects written once, few of them, and no record lost or doubled whatever is killed or torn."""
 
 import logging
+import threading
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -20,10 +21,12 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_recorded, read_history
 from prefect_torch.ckpt.runs.parts import metric_chunks as chunks_module
 from prefect_torch.ckpt.runs.parts.metric_chunks import encode_line, new_chunk, read_chunk
+from prefect_torch.ckpt.storage.parallel import AT_ONCE
 from prefect_torch.ckpt.storage.records import fields_of, seal
 from prefect_torch.deployments.command_line.program import run
 from prefect_torch.flows import Result
 from ranks import Attempt, folder
+from wrapped_storage import WrappedStorage
 
 AT = "2026-11-21T00:00:00+00:00"
 
@@ -200,6 +203,35 @@ def test_a_chunk_that_is_listed_and_not_there_ends_somewhere(store, caplog):
     gone = Gone(store.storage)
     assert steps(CheckpointStore.open(gone, "run")) == [0, 2]
     assert gone.counts()["get_bytes"] == 2
+
+
+def test_what_was_read_of_a_long_history_is_dropped_once_it_is_decoded(store):
+    """All chunks were held beside their records: twice the memory, of each process that restarts a long training."""
+    for number in range(200):
+        store.storage.put_bytes(new_chunk(store.layout, 1, number, 1).key, encode_line(number, fields_of(record(number))))
+    one, num_held, most_held = threading.Lock(), 0, 0
+
+    def count(change: int) -> None:
+        nonlocal num_held, most_held
+        with one:
+            num_held += change
+            most_held = max(most_held, num_held)
+
+    class Data(bytes):
+        def __del__(self) -> None:
+            count(-1)
+
+    class Reading(WrappedStorage):
+        def _do(self, verb, *args, **kwargs):
+            data = super()._do(verb, *args, **kwargs)
+            if verb != "get_bytes":
+                return data
+            count(1)
+            return Data(data)
+
+    assert steps(CheckpointStore.open(Reading(store.storage), "run")) == list(range(200))
+    assert num_held == 0
+    assert 0 < most_held <= AT_ONCE
 
 
 def test_a_torn_chunk_is_left_out_wherever_it_is_torn_and_everything_starts(tmp_path, caplog, capsys):
