@@ -16,7 +16,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import numbers_in
 from prefect_torch.ckpt.storage.opening import open_storage
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.parallel import for_each, read_all
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.monitoring.pages.drawing.curves import Point, finite_values
@@ -41,6 +41,7 @@ from .live_artifact import add_version, artifact_key
 
 _MAX_RUNS = 500  # whose newest attempt is read: of more, the last by name, since many names begin with a date
 _MAX_ROWS = 50  # whose metrics are read, too
+_ROWS_AT_ONCE = 4  # each holds all records of its run, a million of a long one, and reads them in 32 threads
 # Characters: longer ones push the columns of all runs below the UI's sidebar, and names that no hyphen breaks do it earlier.
 _LONGEST_NAME, _LONGEST_WORD, _LONGEST_METRIC = 60, 30, 30
 _RETRIES = 2  # after 2 s and 4 s: the flow has waited for an API that is away already, and Prefect's 7 take four minutes more
@@ -83,7 +84,10 @@ def refresh_runs_page(storage: StorageSpec, *, in_place: bool = False) -> None:
 
 
 def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: UUID | None, *, in_place: bool = False) -> None:
-    """Publish the page of `storage`; costs three small requests for each run, and a read of the metrics of the newest fifty.
+    """Publish the page of `storage`.
+
+    Costs three small requests for each run, and a read of the metrics of the newest fifty, of four at a time: those of no
+    further run after ten seconds.
 
     Args:
         client: A client of Prefect's API.
@@ -110,7 +114,7 @@ def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic)
 
     Args:
         storage: The storage.
-        clock: Returns seconds; after ten of them, no more metrics are read.
+        clock: Returns seconds; after ten of them, the metrics of no further run are read.
 
     """
     opened = open_storage(storage)  # once: each client looks for a login, and connects, anew
@@ -119,7 +123,7 @@ def read_runs(storage: StorageSpec, clock: Callable[[], float] = time.monotonic)
     found = [RunRow(store.run, it) for store, it in zip(stores, read_all(stores, _status), strict=True) if it is not None]
     found.sort(key=lambda row: row.status.attempt.claimed_at, reverse=True)
     read = partial(_with_metrics, opened, clock() + _LONGEST_S, clock)
-    return read_all(found[:_MAX_ROWS], read), len(names) - len(found[:_MAX_ROWS])
+    return for_each(found[:_MAX_ROWS], read, _ROWS_AT_ONCE), len(names) - len(found[:_MAX_ROWS])
 
 
 def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float) -> str:

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from uuid import UUID
@@ -126,6 +127,29 @@ def test_more_runs_than_rows_are_counted_and_slow_reads_leave_curves_out(storage
     assert num_left_out == 1
     page = write_runs("/data/my runs", rows, num_left_out, 0.0)
     assert "Not shown: 1 other run; see `prefect-torch ls '/data/my runs'`" in page
+
+
+def test_the_metrics_of_few_runs_are_read_at_once(storage, monkeypatch):
+    """Those of 32 were, in 32 threads each: the end of a training took gigabytes, and far longer than the ten seconds."""
+    for number in range(16):
+        leave_run(storage, f"run-{number:02}", [1.0, 2.0])
+    read, all_are_read = runs_page.read_history, threading.Condition()
+    num_reading = most = 0
+
+    def read_slowly(store):
+        nonlocal num_reading, most
+        with all_are_read:
+            num_reading += 1
+            most = max(most, num_reading)
+            all_are_read.notify_all()
+            all_are_read.wait_for(lambda: most > 4, 0.2)
+            num_reading -= 1
+        return read(store)
+
+    monkeypatch.setattr(runs_page, "read_history", read_slowly)
+    rows, _ = read_runs(storage)
+    assert [len(row.points) for row in rows] == [2] * 16
+    assert most <= 4
 
 
 def test_of_very_many_runs_the_last_by_name_are_looked_at(storage, monkeypatch):
