@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from prefect_torch.flows.monitoring.pages.attempt_log import Position
 from prefect_torch.flows.monitoring.text import shorten, show_duration, show_number
@@ -62,7 +62,8 @@ def draw_curves(
         best: The step and value to mark, by metric.
 
     """
-    panels = [panel for curve in curves if (panel := _panel(curve, resume_points, best or {})).kept][:MAX_PANELS]
+    with_numbers = (panel for curve in curves if (panel := _panel(curve, resume_points, best or {})).kept)
+    panels = list(islice(with_numbers, MAX_PANELS))
     if not panels:
         return None
     steps = [step for panel in panels for line in (panel.kept, *panel.lost) for step, _ in line]

@@ -12,7 +12,9 @@ from prefect_torch.flows.monitoring.pages.attempt_log import Position
 
 MAX_POINTS = 200
 MAX_CURVES = 50
-_HELD_POINTS = 4 * MAX_POINTS
+_HELD_POINTS = 4 * MAX_POINTS  # of one attempt
+_WHOLE_ATTEMPTS = 8  # the newest ones, whose lost work is drawn
+_HELD_BEFORE = 20 * MAX_POINTS  # of all attempts before those
 LARGEST = 1e300  # differences of larger numbers overflow
 
 Point: TypeAlias = tuple[int, float]
@@ -30,7 +32,8 @@ class Curve:
         low: Its smallest finite number; None before the first.
         high: Its largest finite number; None before the first.
         num_odd: The number of values that are NaN or infinite.
-        points: Step, value and position of each record with a finite number, thinned, by attempt.
+        points: Step, value and position of each record with a finite number, thinned, by attempt; those of all but the newest
+            attempts are thinned together.
 
     """
 
@@ -52,10 +55,18 @@ class Curve:
             return
         self.low = number if self.low is None else min(self.low, number)
         self.high = number if self.high is None else max(self.high, number)
+        if attempt not in self.points:
+            self._thin_older()
         points = self.points.setdefault(attempt, [])
         points.append((step, number, position))
         if len(points) > _HELD_POINTS:
             self.points[attempt] = thin(points, _HELD_POINTS // 2)
+
+    def _thin_older(self) -> None:
+        older = list(self.points)[:-_WHOLE_ATTEMPTS]
+        if sum(len(self.points[attempt]) for attempt in older) > _HELD_BEFORE:
+            share = max(4, _HELD_BEFORE // 2 // len(older))
+            self.points |= {attempt: thin(self.points[attempt], share) for attempt in older}
 
     def kept(self, resume_points: Mapping[int, Position]) -> list[Point]:
         """Return the points that later attempts continued from, at most `MAX_POINTS`.

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.flows.monitoring.pages.attempt_log import END
 from prefect_torch.flows.monitoring.pages.drawing.axis import step_axis, value_axis
-from prefect_torch.flows.monitoring.pages.drawing.chart import draw_curves, draw_time
-from prefect_torch.flows.monitoring.pages.drawing.curves import MAX_CURVES, MAX_POINTS, Curves, thin
+from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
+from prefect_torch.flows.monitoring.pages.drawing.curves import MAX_CURVES, MAX_POINTS, Curve, Curves, thin
 from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
 from run_stories import record
 
@@ -66,6 +66,29 @@ def test_a_line_of_very_many_reports_keeps_its_spikes_and_few_points():
     assert {(7_777, 50.0), (12_345, -50.0)} <= set(points)
     assert points[-1][0] == 19_999
     assert len(curve.points[1]) <= 4 * MAX_POINTS
+
+
+def test_a_line_of_very_many_attempts_keeps_its_spikes_few_points_and_what_the_newest_have_lost():
+    """Each attempt held up to 800 points of each metric: gigabytes in the leader of a run with a thousand attempts."""
+    curves, resumed = Curves(), {}
+    for attempt in range(1, 101):
+        for step in range((attempt - 1) * 400, attempt * 400 + 100):  # each loses 100 reports
+            curves.add(record(attempt, step, loss=50.0 if step == 7_777 else math.sin(step / 500)))
+        resumed[attempt] = (attempt, attempt * 400 - 1)
+    [curve] = curves.sorted(None)
+    assert sum(map(len, curve.points.values())) <= 8 * 4 * MAX_POINTS + 20 * MAX_POINTS
+    points = curve.kept(resumed)
+    assert (7_777, 50.0) in points
+    assert [step for step, _ in points] == sorted(step for step, _ in points)
+    assert all(len(line) > MAX_POINTS // 5 for line in curve.lost(resumed, 6))
+
+
+def test_only_what_is_drawn_of_very_many_metrics_is_prepared(monkeypatch):
+    prepared, kept = [], Curve.kept
+    monkeypatch.setattr(Curve, "kept", lambda curve, resumed: prepared.append(curve.name) or kept(curve, resumed))
+    picture = drawn(curves_of(text=["a"], **{f"loss-{number}": [1.0, 2.0] for number in range(MAX_CURVES - 1)}))
+    assert len(lines(picture)) == MAX_PANELS
+    assert len(prepared) == MAX_PANELS + 1  # the first has no number
 
 
 def test_what_is_not_finite_is_left_out_and_counted():
