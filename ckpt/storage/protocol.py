@@ -14,7 +14,7 @@ class RetryPolicy:
     """The retry policy of a storage.
 
     Attributes:
-        deadline_s: The total seconds after which to give up, but not before two tries; a try is never cut short.
+        deadline_s: How many seconds after the first failure to give up, but not before two tries; a try is never cut short.
         first_wait_s: The longest first pause; pauses double and are drawn at random from 0 to their length ("full jitter",
             https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter).
         longest_wait_s: The longest pause.

@@ -53,7 +53,7 @@ _EXPIRED = re.compile(
     re.IGNORECASE,
 )
 _UNKNOWN = re.compile(rf"(?<![\w/.-])(?:{'|'.join(UNKNOWN)})(?![\w/-])", re.IGNORECASE)
-# A transfer may take longer than the deadline before it first fails, and is still worth one more try.
+# A deadline of 0 leaves one more try, too.
 _LEAST_TRIES = 2
 _LISTED_AT_ONCE = 1000
 _MOST_DOUBLINGS = 60  # more would overflow, and the longest pause is reached long before
@@ -252,7 +252,10 @@ class RetryingStorage:
         return result
 
     def _retry_after(self, first: Exception, call: Callable[[Storage], T], asked: "_Call") -> T:
-        """Retry after the first try failed, which tenacity counts as its first."""
+        """Retry after the first try failed, which tenacity counts as its first, until the deadline, which counts from here.
+
+        The first try may have been a transfer that went well for minutes.
+        """
         from tenacity import (  # noqa: PLC0415 - 60 ms, which a failing storage can better afford than every rank's start
             Retrying,
             retry_if_exception,
@@ -265,7 +268,6 @@ class RetryingStorage:
         )
 
         failed: Exception | None = first
-        left_s = max(0.0, self._policy.deadline_s - (time.monotonic() - asked.started_s))
 
         def call_newest() -> T:
             nonlocal failed
@@ -294,7 +296,7 @@ class RetryingStorage:
             ) from error
 
         end = _retries_end.get() or threading.Event()
-        patient = stop_all(stop_after_delay(left_s), stop_after_attempt(_LEAST_TRIES))
+        patient = stop_all(stop_after_delay(self._policy.deadline_s), stop_after_attempt(_LEAST_TRIES))
         retrying = Retrying(
             retry=retry_if_exception(is_worth_retrying),
             stop=stop_any(patient, stop_when_event_set(end)),

@@ -2,7 +2,9 @@ import errno
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from faulty_storage import FaultyStorage
@@ -309,10 +311,26 @@ def test_a_listing_that_goes_well_is_begun_once_however_long(memory):
     assert whole.begun_after == ["k/00099"]
 
 
-def test_a_transfer_that_outlasts_the_deadline_is_tried_once_more(memory):
+def test_a_deadline_of_nothing_leaves_one_more_try(memory):
     flaky = Flaky(memory, 1, ConnectionResetError())
     RetryingStorage(lambda: flaky, RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)).put_bytes("x", b"1")
     assert flaky.fired == 1
+
+
+def test_a_transfer_that_failed_after_minutes_is_retried_as_long_as_one_that_failed_at_once(memory, monkeypatch):
+    """A rank's share of a large state takes minutes: a burst of 503 in the third one failed the report after two tries."""
+    ahead_s = 0.0
+
+    class Slow(Flaky):
+        def put_bytes(self, key, data):
+            nonlocal ahead_s
+            ahead_s = 200.0
+            super().put_bytes(key, data)
+
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    flaky = Slow(memory, 3, ConnectionResetError())
+    RetryingStorage(lambda: flaky, RetryPolicy(deadline_s=120, first_wait_s=0, longest_wait_s=0)).put_bytes("x", b"1")
+    assert flaky.fired == 3
 
 
 def test_threads_whose_credentials_expired_together_share_a_failed_reading_of_new_ones(memory):
