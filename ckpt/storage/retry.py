@@ -67,7 +67,10 @@ class CredentialsExpiredError(PermissionError):
 
 
 class ClockSkewError(PermissionError):
-    """The storage refused a request whose time differs from its own clock: set this machine's clock."""
+    """The storage refused a request whose time differs from its own clock: set this machine's clock.
+
+    That of a machine to which the storage has answered before is waited for.
+    """
 
 
 class NoCredentialsError(PermissionError):
@@ -245,7 +248,7 @@ class RetryingStorage:
         try:
             result = call(used)
         except Exception as exc:
-            if classify(exc) == "final":
+            if self._classify(exc) == "final":
                 raise
             result = self._retry_after(exc, call, _Call(doing, key, used, started_s))
         self._has_answered = True
@@ -281,7 +284,7 @@ class RetryingStorage:
             return call(asked.used)
 
         def is_worth_retrying(error: BaseException) -> bool:
-            kind = classify(error)
+            kind = self._classify(error)
             if kind == "credentials" and (not asked.has_renewed or self._may_be_renewed(error)):
                 asked.must_renew = asked.has_renewed = True
                 return True
@@ -305,6 +308,12 @@ class RetryingStorage:
             retry_error_callback=give_up,
         )
         return retrying(call_newest)
+
+    def _classify(self, error: BaseException) -> ErrorClass:
+        """Return the class of `error`, given what this storage has answered before."""
+        if isinstance(error, ClockSkewError) and self._has_answered:  # a resumed VM's clock is behind until NTP sets it
+            return "transient"
+        return classify(error)
 
     def _may_be_renewed(self, refused: BaseException) -> bool:
         text = str(refused)

@@ -16,6 +16,7 @@ from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import for_each, read_all
 from prefect_torch.ckpt.storage.retry import (
+    ClockSkewError,
     CredentialsExpiredError,
     LoginError,
     RetryingStorage,
@@ -247,6 +248,28 @@ def test_keys_that_a_server_never_knew_are_told_at_once_and_others_after_the_dea
     flaky.times = 10**6
     with pytest.raises(StorageError, match=r"failed \d+ times in \d+ s; the last error: unknown there"):
         storage.put_bytes("x", b"1")
+
+
+def test_a_clock_that_has_been_right_is_waited_for_and_one_that_never_was_is_told_at_once(memory):
+    """A virtual machine that was suspended goes on with its old time, until NTP sets it some seconds later."""
+    flaky = Flaky(memory, 1, ClockSkewError("this machine's clock differs"))
+    storage = RetryingStorage(lambda: flaky, AT_ONCE)
+    with pytest.raises(ClockSkewError):
+        storage.put_bytes("x", b"1")
+    storage.put_bytes("x", b"1")
+    flaky.times = 4
+    storage.put_bytes("x", b"2")
+    assert (flaky.fired, memory.get_bytes("x")) == (4, b"2")
+
+
+def test_a_clock_that_stays_wrong_is_a_storage_error_after_the_deadline(memory):
+    flaky = Flaky(memory, 0, ClockSkewError("this machine's clock differs"))
+    storage = RetryingStorage(lambda: flaky, RetryPolicy(0.05, 0, 0))
+    storage.put_bytes("x", b"1")
+    flaky.times = 10**6
+    with pytest.raises(StorageError, match=r"failed \d+ times in \d+ s; the last error: this machine's clock differs"):
+        storage.put_bytes("x", b"1")
+    assert flaky.fired > 1
 
 
 @pytest.mark.parametrize(
