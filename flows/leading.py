@@ -104,13 +104,13 @@ def lead_training(
             return False
         is_logged = isinstance(error, RankFailedError) or isinstance(error.__cause__, RankFailedError)  # with its traceback
         reason = "" if is_logged else f"{error or repr(error)}; "
-        get_run_logger().warning("%s%s; the training starts again", reason, restarts.describe_last(kind))
+        later = f" in {delay_s:g} s" if (delay_s := round(restarts.delay_s, 1)) else ""
+        get_run_logger().warning("%s%s; the training starts again%s", reason, restarts.describe_last(kind), later)
         return True
 
     led = train_workers.with_options(
         retries=restarts.most_retries,
-        retry_delay_seconds=job.failure.retry_delay_s,
-        retry_jitter_factor=job.failure.retry_jitter_factor or 0.0,
+        retry_delay_seconds=0,  # `train_workers` waits itself, whatever PREFECT_TASKS_DEFAULT_RETRY_DELAY_SECONDS
         retry_condition_fn=is_worth_another_attempt,
     )
     with termination.limit_retries():

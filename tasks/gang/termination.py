@@ -128,6 +128,14 @@ class Termination:
         if self.is_requested:
             raise TerminatedError(f"terminated ({type(self.cause).__name__})")
 
+    def sleep(self, seconds: float) -> None:
+        """Sleep, and raise TerminatedError as soon as termination is requested."""
+        ends_s = time.monotonic() + seconds
+        self.raise_if_requested()
+        while (left_s := ends_s - time.monotonic()) > 0:
+            time.sleep(min(left_s, _POLL_S))
+            self.raise_if_requested()
+
     def end_retries(self) -> None:
         """Let each storage operation within `limit_retries` raise at its next failure."""
         self._no_more_retries.set()

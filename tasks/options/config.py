@@ -23,7 +23,7 @@ UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
 _RESOURCES = "a work pool's job variables determine what a flow run may use, which its ranks share"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_DelayOfEach = Annotated[list[Seconds], Field(max_length=50, title="One each")]  # Prefect's own bound
+_DelayOfEach = Annotated[list[Seconds], Field(max_length=50, title="One each")]  # as Prefect's delays
 _DelayOfAll = Annotated[Seconds, Field(title="One for all")]
 _DELAYS = WithJsonSchema({"anyOf": [TypeAdapter(it).json_schema() for it in (_DelayOfEach, _DelayOfAll)]})
 Delays = Annotated[_DelayOfEach, _DELAYS]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from prefect.utilities.math import clamped_poisson_interval
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, FailureKind, list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -36,6 +37,9 @@ class Restarts:
         flow_run_id: The Prefect flow run, or None outside one.
         is_rerun: Whether the flow run has run before.
 
+    Attributes:
+        delay_s: How many seconds to wait before the next attempt.
+
     """
 
     def __init__(self, budgets: FailureConfig, flow_run_id: str | None, *, is_rerun: bool = False) -> None:
@@ -46,6 +50,9 @@ class Restarts:
             "preemption": ("max_preemptions", budgets.max_preemptions),
             "final": ("no restarts for that", 0),
         }
+        self.delay_s = 0.0
+        self._delays_s = budgets.retry_delay_s
+        self._jitter = budgets.retry_jitter_factor
         self._flow_run_id = flow_run_id
         self._is_rerun = is_rerun and flow_run_id is not None
         self._owner: Owner | None = None
@@ -67,8 +74,9 @@ class Restarts:
         return _MOST_RETRIES if UNLIMITED in budgets else sum(budgets)
 
     def count_failure(self, kind: FailureKind) -> bool:
-        """Count a failure of this process, and return whether its budget allows another attempt."""
+        """Count a failure of this process, and return whether its budget allows another attempt, after `delay_s`."""
         self._here[kind] += 1
+        self.delay_s = self._draw_delay_s()
         return not self._is_used_up(kind)
 
     def describe_last(self, kind: FailureKind) -> str:
@@ -97,6 +105,12 @@ class Restarts:
                     f"{name}{'' if kind == 'final' else f'={budget}'}; run it again, or a new flow run with this name, to go "
                     "on with the run and with new budgets"
                 )
+
+    def _draw_delay_s(self) -> float:
+        if not self._delays_s:
+            return 0.0
+        delay_s = self._delays_s[min(sum(self._here.values()), len(self._delays_s)) - 1]
+        return clamped_poisson_interval(delay_s, self._jitter) if self._jitter else delay_s
 
     def _is_used_up(self, kind: FailureKind) -> bool:
         budget = self._budgets[kind][1]

@@ -55,6 +55,7 @@ def train_workers(
 ) -> Any:
     """Run one attempt, and the attempts that continue it with more ranks, and return rank 0's return value.
 
+    The attempt begins after the delay of its restart, if it is one.
     A failed attempt is recorded in the run's storage before its error is raised. No rank's process outlives this call, however
     it ends. When termination is requested, the ranks have the grace for a last checkpoint, and `termination.outcome` is set.
     A value that Prefect would take for the end of the task run, such as an exception, is the attribute `value` of the result.
@@ -78,6 +79,7 @@ def train_workers(
 
     def lead() -> Any:
         with library_logs_in_run():
+            termination.sleep(restarts.delay_s)  # Prefect's own delay is a sleep that only a signal to its thread ends
             while True:
                 leader = _Leader(job, observers, termination, restarts, gpus, machines)
                 value = leader.lead()

@@ -15,9 +15,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, report
-from prefect_torch.flows import Result, RunConfig, ScalingConfig, async_training, atrain, prune, train
+from prefect_torch.flows import FailureConfig, Result, RunConfig, ScalingConfig, async_training, atrain, prune, train
 from prefect_torch.flows.calls.awaited_call import check_not_awaited
 from prefect_torch.flows.run_names import name_run, numbered_calls
+from prefect_torch.tasks.training.restarts import Restarts
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
 pytestmark = pytest.mark.filterwarnings(
@@ -125,6 +126,34 @@ def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continu
     assert f"terminated (CancelledError); work is safe up to step {last.step}" in str(result.error)
     begun = train(step_of_the_checkpoint, run=run).return_value
     assert begun == last.metrics["step"]
+
+
+def test_a_cancelled_await_ends_during_the_delay_of_a_restart(tmp_path, monkeypatch, caplog):
+    waits, count_failure = threading.Event(), Restarts.count_failure
+
+    def count(self, kind):
+        waits.set()
+        return count_failure(self, kind)
+
+    monkeypatch.setattr(Restarts, "count_failure", count)
+    run, failure = RunConfig(name="run", storage=str(tmp_path)), FailureConfig(max_failures=1, retry_delay_s=3600)
+
+    async def cancel_after_a_failure():
+        training = asyncio.ensure_future(atrain(fail, run=run, failure=failure))
+        while not waits.is_set():
+            assert not training.done(), training.result()
+            await asyncio.sleep(0.05)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(cancel_after_a_failure())
+    assert Result.from_storage(str(tmp_path), "run").attempts == 1
+    assert "restart 1 of 1 (max_failures); the training starts again in 3600 s" in caplog.text
+
+
+def fail():
+    raise ValueError("on purpose")
 
 
 def test_a_cancellation_after_the_last_report_reaches_the_await(monkeypatch):

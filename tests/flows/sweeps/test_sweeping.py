@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import sys
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -74,6 +75,7 @@ from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
 from prefect_torch.tasks.training import backoff, outcomes
+from prefect_torch.tasks.training.restarts import Restarts
 from stored_sweeps import store_sweep
 from told_trainings import events_about
 
@@ -514,6 +516,34 @@ def test_a_sweep_that_is_taken_over_ends_while_its_trials_run(run, monkeypatch):
     (trial,) = read_trials(led).values()
     newest = led.beside(trial.run).latest()
     assert newest is None or newest.step < 299
+
+
+def test_a_trial_that_waits_to_be_started_again_ends_with_its_sweep(run, monkeypatch):
+    monkeypatch.setattr(leading, "_CHECK_S", 0.0)
+    led, waits, taken = CheckpointStore.open(run.storage, run.name), threading.Event(), []
+    take_ended, count_failure = LocalTrials.take_ended, Restarts.count_failure
+
+    def count(self, kind):
+        waits.set()
+        return count_failure(self, kind)
+
+    def take_over(self, timeout_s):
+        if waits.is_set() and not taken:
+            taken.append(claim_attempt(led, Owner.current(str(uuid.uuid4())), world_size=0))
+        return take_ended(self, timeout_s)
+
+    monkeypatch.setattr(Restarts, "count_failure", count)
+    monkeypatch.setattr(LocalTrials, "take_ended", take_over)
+    with pytest.raises(FencedError, match="attempt 1 of run 'digits' was overtaken by attempt 2"):
+        sweep(
+            "sweep_trainings:climb",
+            {"lr": uniform(0, 1)},
+            {"killed_at": 0},
+            search(num_trials=1),
+            run=run,
+            failure=FailureConfig(retry_delay_s=3600),
+        )
+    assert taken
 
 
 def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):

@@ -59,6 +59,17 @@ def test_work_ends_by_itself_before_the_end_is_raised(kind):
     assert [(type(exc), exc is termination.cause, was_done) for exc, was_done in raised] == [(kind, True, True)]
 
 
+def test_a_sleep_lasts_until_termination_is_requested():
+    termination = Termination(grace_s=30)
+    began_s = time.monotonic()
+    termination.sleep(0.1)
+    assert time.monotonic() >= began_s + 0.1
+    threading.Timer(0.1, termination.request, [KeyboardInterrupt()]).start()
+    for _ in range(2):
+        with pytest.raises(TerminatedError):
+            termination.sleep(3600)
+
+
 def test_an_exception_that_requests_nothing_leaves_the_work_no_more_than_the_grace():
     """As a limit of the caller's own that a signal raises: what it starts must not go on for hours."""
     termination, begun, over, raised = Termination(grace_s=0.2), threading.Event(), threading.Event(), []

@@ -79,6 +79,26 @@ def test_what_is_final_is_never_tried_again(store):
     assert not Restarts(job(store, **UNLIMITED).failure, "mine").count_failure("final")
 
 
+def test_each_restart_has_its_delay_and_all_further_ones_the_last(store):
+    restarts = Restarts(job(store, retry_delay_s=[0, 10, 60]).failure, "mine")
+    delays = [restarts.delay_s]
+    for kind in (*BUDGETS, "user"):
+        restarts.count_failure(kind)
+        delays.append(restarts.delay_s)
+    assert delays == [0, 0, 10, 60, 60, 60]
+    restarts = Restarts(job(store, retry_delay_s=10, retry_jitter_factor=0.2).failure, "mine")
+    for _ in range(100):
+        restarts.count_failure("user")
+        delays.append(restarts.delay_s)
+    assert 5 < min(delays[6:]) < max(delays[6:]) <= 12
+
+
+def test_a_restart_without_a_delay_begins_at_once(store):
+    restarts = Restarts(job(store).failure, "mine")
+    restarts.count_failure("user")
+    assert restarts.delay_s == 0
+
+
 def test_prefect_is_allowed_as_many_retries_as_all_budgets_together(store):
     assert Restarts(job(store, max_failures=2, max_out_of_memory_failures=1).failure, "mine").most_retries == 3
     assert Restarts(job(store, max_failures=2, max_preemptions=-1).failure, "mine").most_retries > 10**5
