@@ -4,7 +4,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 from uuid import UUID
 
@@ -77,13 +77,11 @@ class _Start:
     Attributes:
         trial: The trial.
         key: The idempotency key of the request, which is repeated if its answer is lost.
-        pauses: The pauses between two tries.
 
     """
 
     trial: TrialRecord
     key: str
-    pauses: Backoff = field(default_factory=Backoff)
 
 
 class DeployedTrials:
@@ -112,6 +110,7 @@ class DeployedTrials:
         self._deployment = deployment
         self._function = function
         self._starting: dict[int, _Start] = {}
+        self._start_pauses: Backoff | None = None  # while Prefect's API is away
         self._running: dict[int, tuple[TrialRecord, UUID]] = {}
         self._num_lost: Counter[tuple[int, str]] = Counter()  # by trial and budget
         self._watch = FlowRunWatch(sweep)
@@ -203,24 +202,29 @@ class DeployedTrials:
         return None
 
     def _start_due(self) -> None:
-        """Start the flow runs that are to be created; while Prefect's API is away, each is tried again after a pause."""
+        """Start the flow runs that are to be created; while Prefect's API is away, one of them is tried after each pause.
+
+        A request whose packets vanish takes a minute, in which no trial gets an answer.
+        """
+        if self._start_pauses is not None and self._start_pauses.wait_s():
+            return
         for number, start in tuple(self._starting.items()):
-            if start.pauses.wait_s():
-                continue
             try:
                 with without_retries():  # retries would wait here, and no trial would get an answer
                     flow_run_id = self._flow_run_of(start)
             except Exception as exc:
                 if is_outage(exc):
-                    start.pauses.record()
+                    self._start_pauses = self._start_pauses or Backoff()
+                    self._start_pauses.record()
                     warn_of_outage(start.trial, exc)
-                elif isinstance(exc, (PrefectException, httpx.HTTPError)):
+                    self._starting[number] = self._starting.pop(number)  # the next one to try is another, lest one blocks all
+                    return
+                if isinstance(exc, (PrefectException, httpx.HTTPError)):
                     raise no_flow_run(start.trial, exc) from exc
-                else:
-                    raise
-            else:
-                self._running[number] = (start.trial, flow_run_id)
-                del self._starting[number]
+                raise
+            self._start_pauses = None
+            self._running[number] = (start.trial, flow_run_id)
+            del self._starting[number]
 
     def _flow_run_of(self, start: _Start) -> UUID:
         self._check_lead()  # the start may have waited for Prefect's API

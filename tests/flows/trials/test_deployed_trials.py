@@ -234,6 +234,35 @@ def test_a_trial_starts_once_the_api_answers_and_a_request_whose_answer_was_lost
     assert keys[2] != keys[0], "it is another start"
 
 
+def test_one_trial_of_all_that_are_to_start_asks_for_its_flow_run_after_each_pause_while_the_api_is_away(trials, monkeypatch):
+    """A request whose packets vanish takes a minute, and no trial gets an answer meanwhile: eight of them took too long."""
+    clock, asked, is_away = SimpleNamespace(now_s=0.0), [], True
+
+    def flow_run_of(_, start):
+        asked.append(start.trial.number)
+        if not is_away:
+            return uuid4()
+        clock.now_s += 60.0
+        raise httpx.ConnectTimeout("no answer")
+
+    monkeypatch.setattr(DeployedTrials, "_flow_run_of", flow_run_of)
+    monkeypatch.setattr(deployed_trials, "Backoff", lambda: backoff.Backoff(lambda: clock.now_s))
+    with disable_run_logger():
+        for number in range(8):
+            trials.start(replace(TRIAL, number=number))
+        assert asked == [0]
+        for _ in range(3):
+            clock.now_s += 3.0
+            trials._start_due()
+            trials._start_due()
+        assert asked == [0, 0, 1, 2]
+        is_away = False
+        clock.now_s += 30.0
+        trials._start_due()
+    assert asked[4:] == [3, 4, 5, 6, 7, 0, 1, 2]
+    assert sorted(trials._running) == list(range(8))
+
+
 @pytest.mark.parametrize(
     "error", [ObjectNotFound(None), httpx.HTTPStatusError("403 Forbidden", request=None, response=httpx.Response(403))]
 )
@@ -254,7 +283,7 @@ def test_a_trial_whose_start_gets_a_page_of_a_proxy_instead_of_an_answer_waits(t
     with disable_run_logger(), api_that_answers(200, page), temporary_settings(checked):
         trials.start(TRIAL)
         assert trials.running_runs() == {TRIAL.run}
-        assert trials._starting[TRIAL.number].pauses.wait_s() > 0
+        assert trials._start_pauses.wait_s() > 0
         assert trials._goes_on_elsewhere(TRIAL), "nobody knows"
         trial_flow_runs.cancel(TRIAL, uuid4(), "the sweep ends")
         assert trial_flow_runs.cancel_flow_runs([TRIAL], "the sweep begins again") == [TRIAL]
