@@ -12,7 +12,7 @@ TERMINATION_KEY = "termination requested"  # ranks have the grace for a last che
 CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended by its report, because of TERMINATION_KEY
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 WITHIN_LEADER = timedelta(seconds=8)  # for `connect` by a thread of the leader, whose rendezvous listens already
-_WAIT_TIMEOUT = timedelta(minutes=30)
+LONGEST_IMPORT_S = 1800.0  # how much longer one rank may import a training function than another
 _KEEPALIVE_S = 60  # firewalls forget a connection that is silent for longer, such as that of a rank in a long step
 _FIRST_POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
@@ -71,7 +71,7 @@ class Rendezvous:
             except BaseException:
                 self._socket.shutdown(socket.SHUT_RDWR)  # torch leaves what it was handed over open where it gets no thread
                 raise
-        store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
+        store.set_timeout(timedelta(seconds=LONGEST_IMPORT_S if timeout_s is None else timeout_s))
         return TcpKeyValue(store)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def connect(address: Address, timeout_s: float | None = None, *, tries_for: time
 
     """
     store = _tcp_store(address.host, address.port, is_master=False, timeout=tries_for or _CONNECT_TIMEOUT)
-    store.set_timeout(_WAIT_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s))
+    store.set_timeout(timedelta(seconds=LONGEST_IMPORT_S if timeout_s is None else timeout_s))
     return TcpKeyValue(store)
 
 

@@ -5,17 +5,17 @@ from typing import TypeVar
 
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue, MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
-from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
+from prefect_torch.tasks.rank.rendezvous import LONGEST_IMPORT_S, Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from prefect_torch.tasks.rank.spec import RankSpec
 
 T = TypeVar("T")
-_LATEST_S = 300.0  # until the first rank of the machine has imported torch, on the slowest disk
 
 
 def open_node(spec: RankSpec, of_all: TcpKeyValue) -> Node | None:
     """Return the machine of a rank; None where each rank sends its own messages.
 
-    Its first rank serves the store, which only this machine reaches.
+    Its first rank serves the store, which only this machine reaches, once it has imported the training function. The others
+    wait for that as long as for each other in a group.
 
     Args:
         spec: The rank.
@@ -41,7 +41,7 @@ def _open_store(spec: RankSpec, of_all: TcpKeyValue) -> KeyValue:
         key_value, port = served.serve(), served.address.port
         of_all.set(key, str(port).encode())
     else:
-        port = int(wait_for_key(of_all, key, _LATEST_S))
+        port = int(wait_for_key(of_all, key, LONGEST_IMPORT_S if spec.timeout_s is None else spec.timeout_s))
         key_value = connect(Address("127.0.0.1", port))
     return NodeKeyValue(key_value)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
+from prefect_torch.tasks.rank.program import node_store
 from prefect_torch.tasks.rank.program.node_store import open_node
 from prefect_torch.tasks.rank.rendezvous import Rendezvous
 from prefect_torch.tasks.rank.spec import MOST_SENDERS, RankSpec, on_machines
@@ -37,6 +38,7 @@ class Place:
     node_rank: int = 1
     num_nodes: int = 2
     has_node_store: bool = True
+    timeout_s: float | None = None
 
 
 @pytest.fixture
@@ -69,6 +71,21 @@ def test_a_machine_with_one_rank_needs_no_store(meeting):
     node = open_node(Place(rank=0, local_world_size=1, node_rank=0), meeting[1])
     assert (node.number, node.num_nodes, node.ranks) == (0, 2, range(1))
     assert isinstance(node.key_value, MemoryKeyValue)
+
+
+def test_the_ranks_of_a_machine_wait_for_the_first_one_as_long_as_a_group_does(meeting, monkeypatch):
+    """It serves the store once it has imported the training function, which may build or download something."""
+    waits = []
+
+    def wait(_, key, longest_s):
+        waits.append(longest_s)
+        raise TimeoutError(key)
+
+    monkeypatch.setattr(node_store, "wait_for_key", wait)
+    for timeout_s in (None, 7.0):
+        with pytest.raises(TimeoutError, match="port of node 1"):
+            open_node(Place(rank=2, local_rank=1, timeout_s=timeout_s), meeting[1])
+    assert waits == [1800.0, 7.0]
 
 
 def test_the_store_of_a_machine_is_reached_by_its_ranks_until_its_first_rank_is_killed(meeting):
