@@ -59,7 +59,7 @@ class ReportCallback(CheckpointCallback):
     from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics (EarlyStopping) have seen them. A
     report within an epoch is resumed with the random numbers of that moment, but a dataloader without a `state_dict` starts
     over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers, of a dataset
-    with a length, is exact within an epoch; after an epoch's end it draws one more number.
+    with a length, is exact within an epoch; after an epoch's end, with `max_steps` only.
 
     Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it), so
     their state is stored as it is by then. The Trainer adds no ModelCheckpoint, and rejects `enable_checkpointing=False`.
@@ -194,7 +194,6 @@ class ReportCallback(CheckpointCallback):
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: next, the Trainer draws the epoch's first batch
-            self._random_state = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the SIGTERM handler: Lightning's would wait for ranks that have not received the signal."""
@@ -212,14 +211,13 @@ class ReportCallback(CheckpointCallback):
         """
         self._has_begun = True
         self._seen_step = self.reported_step = trainer.global_step
-        if self._random_state is not None:  # not sooner: the code that begins the epoch again has drawn random numbers
-            set_random_state(self._random_state)
-            self._random_state = None
+        if self._random_state is not None and self._random_state["within_epoch"]:
+            set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
         elif self._resets_epoch:
             begin_next_epoch(trainer)
         else:
-            leave_the_ended_epoch(trainer)
-        self._resets_epoch = False
+            leave_the_ended_epoch(trainer, self._random_state)
+        self._random_state, self._resets_epoch = None, False
         if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
             set_up_epoch_again(trainer, pl_module)
             reload_in_same_epochs(trainer)

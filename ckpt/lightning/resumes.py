@@ -14,6 +14,8 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 
+from .random_states import set_random_state
+
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
 
@@ -23,11 +25,17 @@ def has_stopped(callback: EarlyStopping) -> bool:
     return bool(reason) or callback.wait_count >= max(1, callback.patience)
 
 
-def leave_the_ended_epoch(trainer: Trainer) -> None:
+def leave_the_ended_epoch(trainer: Trainer, random_state: dict[str, Any] | None) -> None:
     """Begin the next epoch where the one that was restored has ended.
 
     With `max_steps`, a Trainer would end that epoch again, without a batch: hooks that read the epoch's metrics or outputs,
-    EarlyStopping's among them, would find none and raise, and the next epoch would draw another order.
+    EarlyStopping's among them, would find none and raise, and the next epoch would draw another order. It would also leave a
+    loader that has a `state_dict` at its position, with no batch left, or behind `limit_train_batches`.
+
+    Args:
+        trainer: The Trainer, at the start of its training.
+        random_state: The state at the end of that epoch, from which an iterator of the next draws; None if there is none.
+
     """
     loop = trainer.fit_loop
     if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not record it
@@ -35,6 +43,11 @@ def leave_the_ended_epoch(trainer: Trainer) -> None:
     begin_next_epoch(trainer)
     loop.update_restart_stage()
     loop.epoch_progress.increment_completed()
+    if trainer.num_training_batches == float("inf") or not _loaders_with_position(trainer):  # such a loader knows its end
+        return
+    if random_state is not None:
+        set_random_state(random_state)
+    iter(loop._data_fetcher)  # type: ignore[arg-type]  # noqa: SLF001 - as the Trainer itself at the start of an epoch
 
 
 def reset_interrupted_epoch(checkpoint: dict[str, Any]) -> int | None:
@@ -125,13 +138,17 @@ def reload_in_same_epochs(trainer: Trainer) -> None:
 
 def warn_of_reading_ahead(trainer: Trainer) -> None:
     """Warn if a dataloader stores a position that is one batch ahead, since Lightning reads ahead to find the last batch."""
-    loaders = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public name has them all
-    ahead = [loader for loader in getattr(loaders, "flattened", []) if hasattr(loader, "state_dict")]
+    ahead = _loaders_with_position(trainer)
     if ahead and trainer.num_training_batches == float("inf"):
         rank_zero_warn(
             f"the {type(ahead[0]).__name__} has no length, so Lightning reads one batch ahead, which a resume within an epoch "
             "leaves out: give its dataset a __len__"
         )
+
+
+def _loaders_with_position(trainer: Trainer) -> list[Any]:
+    loaders = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public name has them all
+    return [loader for loader in getattr(loaders, "flattened", []) if hasattr(loader, "state_dict")]
 
 
 def end_with_averages(trainer: Trainer, module: LightningModule) -> None:

@@ -76,27 +76,35 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
 
 
 @pytest.mark.parametrize(
-    ("chosen", "length", "schedule", "ends_at", "reported"),
+    ("chosen", "length", "schedule", "ends_at", "reported", "goes_on"),
     [
-        ({}, THREE, "by epoch", 9, 8),
-        ({}, THREE, "of all steps", 9, 8),
-        ({"on_validation_end": True}, THREE, "by epoch", 9, 8),
-        ({"every_n_train_steps": BATCHES}, THREE, "by epoch", 9, 8),
-        ({"every_n_train_steps": 3}, THREE, "by epoch", 6, 6),
-        ({"every_n_train_steps": 3}, THREE, "of all steps", 6, 6),
-        ({"every_n_train_steps": 2}, {**THREE, "val_check_interval": 2}, "by epoch", 7, 6),
-        ({"every_n_train_steps": 2}, {**THREE, "val_check_interval": 3, "check_val_every_n_epoch": None}, "by epoch", 7, 6),
-        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8),
+        ({}, THREE, "by epoch", 9, 8, False),
+        ({}, THREE, "of all steps", 9, 8, False),
+        ({"on_validation_end": True}, THREE, "by epoch", 9, 8, False),
+        ({"every_n_train_steps": BATCHES}, THREE, "by epoch", 9, 8, False),
+        ({"every_n_train_steps": 3}, THREE, "by epoch", 6, 6, True),
+        ({"every_n_train_steps": 3}, THREE, "of all steps", 6, 6, True),
+        ({"every_n_train_steps": 2}, {**THREE, "val_check_interval": 2}, "by epoch", 7, 6, True),
+        (
+            {"every_n_train_steps": 2},
+            {**THREE, "val_check_interval": 3, "check_val_every_n_epoch": None},
+            "by epoch",
+            7,
+            6,
+            True,
+        ),
+        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8, False),
+        ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8, True),
     ],
 )
 def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(
-    tmp_path, chosen, length, schedule, ends_at, reported
+    tmp_path, chosen, length, schedule, ends_at, reported, goes_on
 ):
     """From the end of an epoch; from within one with a loader that goes on there; with `trainer.estimated_stepping_batches`."""
-    goes_on = "where it was" if reported % BATCHES else "from the start"
+    loader = "where it was" if goes_on else "from the start"
     for name, early, code in [("undisturbed", None, 0), ("resumed", ends_at, 3), ("resumed", None, 0)]:
         (tmp_path / name).mkdir(exist_ok=True)
-        assert launch("lightning_draws", (chosen, length, goes_on, schedule, early), 1, tmp_path / name) == [code]
+        assert launch("lightning_draws", (chosen, length, loader, schedule, early), 1, tmp_path / name) == [code]
         if code:
             assert CheckpointStore.open(tmp_path / name, "run").latest().step == reported
     undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
@@ -339,6 +347,47 @@ def test_after_an_end_at_the_last_batch_of_an_epoch_the_next_has_all_its_batches
     resumed, trainer = fit(Attempt(store), model=Recording(is_stateful=True), **THREE, **limit)
     assert resumed.seen == undisturbed.seen[batches:]
     assert trainer.global_step == 3 * batches
+
+
+class Stream(IterableDataset):
+    """Goes on where it was left, in the next epoch and after a resume."""
+
+    def __init__(self, items):
+        self.items, self.position = items, 0
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield self.items[(self.position - 1) % len(self.items)]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Streaming(Recording):
+    def train_dataloader(self):
+        return StatefulDataLoader(Stream(self.loader(0).dataset), batch_size=8)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("resume", [fit, fit_on_another_number])
+@pytest.mark.parametrize(
+    ("model", "batches"), [(Recording, BATCHES), (Recording, BATCHES - 1), (Streaming, BATCHES - 1), (Streaming, BATCHES + 1)]
+)
+def test_with_max_steps_a_loader_with_a_position_begins_the_next_epoch_after_an_ended_one(store, model, batches, resume):
+    """No epoch ends without a batch, and no stream begins again."""
+    chosen = {"max_epochs": -1, "max_steps": 3 * batches, "limit_train_batches": batches}
+    undisturbed = model(is_stateful=True)
+    make_trainer(**chosen).fit(undisturbed)
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), model=model(is_stateful=True, at_step=batches + 1, then=raise_boom), **chosen)
+    assert store.latest().step == batches
+    resumed = model(is_stateful=True)
+    resume(store if resume is fit_on_another_number else Attempt(store), None, resumed, **chosen)
+    assert resumed.seen == undisturbed.seen[batches:]
 
 
 class GoingOn(Regression):
