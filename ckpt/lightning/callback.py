@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +20,7 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, grace_s, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
-from .moments import check_moments, crosses_multiple, is_accumulating, precedes_validation
+from .moments import call_after_each_batch, check_moments, crosses_multiple, is_accumulating, precedes_validation
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import (
@@ -61,8 +62,9 @@ class ReportCallback(CheckpointCallback):
     over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers, of a dataset
     with a length, is exact within an epoch; after an epoch's end, with `max_steps` only.
 
-    Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it), so
-    their state is stored as it is by then. The Trainer adds no ModelCheckpoint, and rejects `enable_checkpointing=False`.
+    Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it) and
+    after the module's own `on_train_batch_end`, so their state is stored as it is by then. The Trainer adds no ModelCheckpoint,
+    and rejects `enable_checkpointing=False`.
 
     After each batch it calls `get_context().should_checkpoint()`, which takes a fraction of a millisecond at most, and reports
     if that is true. When termination of the training is requested, it then stops the Trainer. A report within an epoch resumes
@@ -159,6 +161,7 @@ class ReportCallback(CheckpointCallback):
             )
         self._sigterm = SigtermAction()
         convert_before_load(trainer, pl_module)
+        call_after_each_batch(trainer, partial(_report_after_batch, trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
@@ -218,7 +221,7 @@ class ReportCallback(CheckpointCallback):
         else:
             leave_the_ended_epoch(trainer, self._random_state)
         self._random_state, self._resets_epoch = None, False
-        if self is next(callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)):
+        if self is _report_callbacks(trainer)[0]:
             set_up_epoch_again(trainer, pl_module)
             reload_in_same_epochs(trainer)
             warn_of_reading_ahead(trainer)
@@ -231,14 +234,7 @@ class ReportCallback(CheckpointCallback):
         refuse_finders(trainer)
         check_first_step(trainer.global_step, "give trainer.fit() the ckpt_path that resume_path() yields")
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,  # noqa: ARG002 - Lightning's signature
-        outputs: Any,  # noqa: ARG002 - Lightning's signature
-        batch: Any,  # noqa: ARG002 - Lightning's signature
-        batch_idx: int,  # noqa: ARG002 - Lightning's signature
-    ) -> None:
+    def _report_after_batch(self, trainer: Trainer) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
         before, self._seen_step = self._seen_step, trainer.global_step
         if self._context is None or self._is_terminating:
@@ -335,8 +331,17 @@ def resume_path() -> Iterator[str | None]:
         yield None if path is None else str(path)
 
 
+def _report_after_batch(trainer: Trainer) -> None:
+    for callback in _report_callbacks(trainer):
+        callback._report_after_batch(trainer)  # noqa: SLF001 - of this module
+
+
 def _reported_steps(trainer: Trainer) -> set[int]:
-    return {callback.reported_step for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)}
+    return {callback.reported_step for callback in _report_callbacks(trainer)}
+
+
+def _report_callbacks(trainer: Trainer) -> list[ReportCallback]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ReportCallback)]
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

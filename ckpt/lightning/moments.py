@@ -1,5 +1,7 @@
 """Moments of a Lightning training at which to report, by public counts of the Trainer."""
 
+from collections.abc import Callable
+
 from lightning.pytorch import Trainer
 
 
@@ -15,6 +17,23 @@ def check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, o
         raise ValueError(
             f"{' and '.join(chosen)} contradict each other; choose one moment to report at, or give a callback for each"
         )
+
+
+def call_after_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
+    """Call `action` when a training batch has ended, in the module too; in place of the action of an earlier call.
+
+    A resume continues with the next batch. The module's `on_train_batch_end`, which may average weights, follows those of all
+    callbacks, and would be left out if one of these reported.
+    """
+    connector = trainer._logger_connector  # noqa: SLF001 - what it does then comes next; no hook of callbacks does
+    end_batch = type(connector).on_batch_end
+
+    def on_batch_end() -> None:
+        if trainer.training:  # it is called in a validation, too
+            action()
+        end_batch(connector)
+
+    connector.on_batch_end = on_batch_end  # type: ignore[method-assign]
 
 
 def crosses_multiple(before: int, now: int, number: int | None) -> bool:

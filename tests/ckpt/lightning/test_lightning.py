@@ -395,6 +395,33 @@ class GoingOn(Regression):
         return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
 
 
+class Averaging(GoingOn):
+    """Averages its weights where many modules do, and logs there."""
+
+    def __init__(self, **ends):
+        super().__init__(**ends)
+        self.register_buffer("average", torch.zeros(4))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.lerp_(self.layers[0].weight[0].detach(), 0.1)
+        self.log("averaged", float(self.global_step))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("callback", [ReportCallback(every_n_train_steps=1), ReportCallback()])
+def test_a_report_has_what_the_module_does_at_the_end_of_its_batch(store, tmp_path, callback):
+    undisturbed, _ = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")), model=Averaging())
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    fit(attempt, callback, Averaging(at_step=5, then=end_soon))
+    assert store.latest().step == store.latest().metrics["averaged"] == 6
+    resumed, _ = fit(Attempt(store), callback, Averaging())
+    assert torch.equal(resumed.average, undisturbed.average)
+
+
 @pytest.mark.parametrize("least", [{"min_epochs": 3}, {"min_steps": 10}])
 def test_a_training_about_to_be_ended_stops_whatever_it_must_train_at_least(store, least):
     attempt = Attempt(store)
