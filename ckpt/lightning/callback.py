@@ -33,6 +33,7 @@ from .resumes import (
     refuse_finders,
     reload_in_same_epochs,
     reset_interrupted_epoch,
+    restore_metrics,
     set_up_data_again,
     set_up_epoch_again,
     stop_early,
@@ -198,6 +199,10 @@ class ReportCallback(CheckpointCallback):
         if self._random_state is not None and not self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # now: next, the Trainer draws the epoch's first batch
 
+    def _restore_metrics(self, trainer: Trainer) -> None:
+        if (restored := self._continued(trainer)) is not None:
+            restore_metrics(trainer, restored.manifest.reported)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the SIGTERM handler: Lightning's would wait for ranks that have not received the signal."""
         self._take_sigterm_back()
@@ -213,6 +218,7 @@ class ReportCallback(CheckpointCallback):
 
         """
         self._has_begun = True
+        self._restore_metrics(trainer)
         self._seen_step = self.reported_step = trainer.global_step
         if self._random_state is not None and self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
@@ -254,8 +260,11 @@ class ReportCallback(CheckpointCallback):
             self._report(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the module the averaged weights of a training that had ended before, as its end had."""
-        if not self._has_begun and self._continues_own_run(trainer):
+        """Restore the averaged weights and the metrics of a training that had ended before, as its end had them."""
+        if self._has_begun:
+            return
+        self._restore_metrics(trainer)
+        if self._continues_own_run(trainer):
             end_with_averages(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature

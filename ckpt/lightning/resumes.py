@@ -1,7 +1,9 @@
 """Corrections for a Trainer that resumes: it does not restore everything, and repeats some of its work."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -134,6 +136,17 @@ def reload_in_same_epochs(trainer: Trainer) -> None:
     if every_n := trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # set in a function of another module
         loop = trainer.fit_loop
         loop._last_train_dl_reload_epoch -= loop._last_train_dl_reload_epoch % every_n  # noqa: SLF001 - no public name sets it
+
+
+def restore_metrics(trainer: Trainer, reported: Mapping[str, Any]) -> None:
+    """Give the Trainer the logged values of the report from which it resumes, which its own checkpoint lacks.
+
+    After a validation within an epoch, a ReduceLROnPlateau reads them before the next batch, and raises where it finds none.
+    """
+    device = trainer.strategy.root_device
+    for name, value in reported.items():
+        if name not in ("epoch", "step") and isinstance(value, int | float):  # those two are the Trainer's counts
+            trainer.callback_metrics[name] = torch.tensor(value, device=device)
 
 
 def warn_of_reading_ahead(trainer: Trainer) -> None:

@@ -422,6 +422,38 @@ def test_a_report_has_what_the_module_does_at_the_end_of_its_batch(store, tmp_pa
     assert torch.equal(resumed.average, undisturbed.average)
 
 
+class OnAPlateau(GoingOn):
+    def __init__(self, plan, **ends):
+        super().__init__(**ends)
+        self.plan = plan
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **self.plan}}
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("plan", [{"monitor": "train/loss"}, {"monitor": "val_loss", "frequency": 2}])
+@pytest.mark.parametrize("callback", [{"on_validation_end": True}, {"every_n_train_steps": 2}])
+def test_a_plateau_by_steps_takes_its_step_after_a_resume_from_the_validation_before_it(store, tmp_path, plan, callback):
+    chosen = {"val_check_interval": 2, "max_epochs": 3, "num_sanity_val_steps": 0}
+    undisturbed, trainer = fit(Attempt(CheckpointStore.open(tmp_path / "other", "run")), model=OnAPlateau(plan), **chosen)
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), ReportCallback(**callback), OnAPlateau(plan, at_step=7, then=raise_boom), **chosen)
+    assert store.latest().step == 6
+    resumed, trainer_again = fit(Attempt(store), ReportCallback(**callback), OnAPlateau(plan), **chosen)
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.05
+    assert same(trainer_again.optimizers[0].state_dict(), trainer.optimizers[0].state_dict())
+    assert torch.equal(weights(resumed), weights(undisturbed))
+
+
+def test_a_training_with_nothing_left_has_its_metrics_again(store):
+    first, again = (fit(Attempt(store), max_epochs=2)[1].callback_metrics for _ in range(2))
+    assert {manifest.attempt for manifest in store.list()} == {1}
+    assert same(dict(again), dict(first))
+
+
 @pytest.mark.parametrize("least", [{"min_epochs": 3}, {"min_steps": 10}])
 def test_a_training_about_to_be_ended_stops_whatever_it_must_train_at_least(store, least):
     attempt = Attempt(store)
