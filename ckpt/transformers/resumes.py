@@ -134,7 +134,9 @@ class ResumeCorrections(TrainerCallback):
         return num_epochs, steps_per_epoch, *between, max_steps
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:  # noqa: ARG002 - Transformers' signature
-        """Restore what the other callbacks have counted in this run, if the Trainer has resumed.
+        """Restore what the other callbacks have counted in this run, if the Trainer has resumed, and skip `eval_on_start`.
+
+        That evaluation of the restored weights is no better than the best one, so EarlyStoppingCallback would count it.
 
         Raises:
             ValueError: If it has not, though within `resume_path`, and its number of steps was that of the resume.
@@ -146,6 +148,7 @@ class ResumeCorrections(TrainerCallback):
                 "or train after its block"
             )
         if state.global_step > 0:
+            args.eval_on_start = False
             if continues_own_run():
                 restore_counts(self._handler.callbacks, state)
             add_new_callbacks(self._handler.callbacks, state)

@@ -155,13 +155,14 @@ def test_only_checkpoints_are_reported_where_logs_are_not_wanted(store, tmp_path
     ]
 
 
-def test_a_resumed_training_with_early_stopping_stops_where_an_undisturbed_one_does(store, tmp_path):
+@pytest.mark.parametrize("start", [{}, {"eval_on_start": True}])
+def test_a_resumed_training_with_early_stopping_stops_where_an_undisturbed_one_does(store, tmp_path, start):
     def end():
         raise ValueError("boom")
 
     def fit_with_patience(attempt, **others):
         patience = EarlyStoppingCallback(2, early_stopping_threshold=100)  # the first evaluation is the best
-        stops = {"save_steps": 2, "eval_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+        stops = {"save_steps": 2, "eval_steps": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True, **start}
         return fit(attempt, tmp_path / "output", patience, **stops, **others).state.global_step
 
     assert fit_with_patience(Attempt(CheckpointStore.open(tmp_path / "other", "run"))) == 6
