@@ -18,7 +18,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, get_context
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
@@ -328,6 +328,20 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
     _, trainer = fit(Attempt(store))
     assert trainer.current_epoch == 4
     assert committed(store)[-1] == (4 * BATCHES, 3)
+
+
+def test_after_fit_the_context_says_whether_the_training_was_to_end(store):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    with in_training(attempt.session()):
+        make_trainer(callbacks=[ReportCallback()]).fit(Regression(at_step=5, then=end_soon))
+        assert get_context().ends_soon()
+    with in_training(Attempt(store).session()), resume_path() as path:
+        make_trainer(callbacks=[ReportCallback()]).fit(Regression(), ckpt_path=path)
+        assert not get_context().ends_soon()
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's

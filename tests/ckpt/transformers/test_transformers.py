@@ -11,7 +11,7 @@ import pytest
 import torch
 from exact_ends import same_ends, weights
 from forked_ranks import launch
-from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, TrainContext
+from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, TrainContext, get_context
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, resume_path
 from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder
@@ -340,6 +340,22 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store, tmp
     assert fit(Attempt(store), tmp_path / "elsewhere", **each_epoch).state.global_step == 12
     assert [manifest.step for manifest in store.list()] == [4, 6, 8, 12]
     assert all("loss" in manifest.metrics for manifest in store.list())
+
+
+def test_after_train_the_context_says_whether_the_training_was_to_end(store, tmp_path):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    trainer = make_trainer(tmp_path / "output")
+    trainer.add_callback(Before(5, end_soon))
+    with in_training(attempt.session()):
+        prepare_trainer(trainer).train()
+        assert get_context().ends_soon()
+    with in_training(Attempt(store).session()), resume_path() as path:
+        prepare_trainer(make_trainer(tmp_path / "output")).train(resume_from_checkpoint=path)
+        assert not get_context().ends_soon()
 
 
 def test_a_training_about_to_be_ended_saves_before_an_evaluation_that_is_due(store, tmp_path):
