@@ -246,6 +246,8 @@ class ReportCallback(CheckpointCallback):
         if self._context is None or self._is_terminating:
             return
         is_requested = self._context.should_checkpoint()
+        if not self._context.ends_soon():
+            self._requested_at_s = None  # withdrawn, as where the machines for a regrowth are gone again
         if is_requested or crosses_multiple(before, trainer.global_step, self._every_n_train_steps):
             self._is_due = True
         if is_requested and self._context.ends_soon() and not self._awaits_the_step(trainer):

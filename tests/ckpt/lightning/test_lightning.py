@@ -8,6 +8,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning.demos.boring_classes
@@ -20,6 +21,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, get_context
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
+from prefect_torch.ckpt.lightning import callback as callback_module
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
@@ -571,6 +573,19 @@ def test_a_training_about_to_be_ended_awaits_no_step_that_comes_late(store, vali
 
     fit(attempt, ReportCallback(every_n_epochs=9), Told(), accumulate_grad_batches=3, **validations)
     assert committed(store) == [(at_step, 1)]
+
+
+def test_a_termination_awaits_the_optimizer_step_though_an_earlier_request_was_withdrawn(store, monkeypatch):
+    attempt, clock = Attempt(store, grace_s=60.0), SimpleNamespace(now_s=1.0)
+    monkeypatch.setattr(callback_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    class Told(Regression):
+        def on_train_batch_start(self, batch, batch_idx):
+            attempt.ends_soon = (self.global_step == 0 and batch_idx == 0) or self.current_epoch == 2
+            clock.now_s += 1000.0 if batch_idx == 3 else 0.0
+
+    fit(attempt, ReportCallback(every_n_epochs=9), Told(), accumulate_grad_batches=3)
+    assert committed(store) == [(1, 0), (5, 2)]
 
 
 def test_a_validation_within_an_accumulation_is_reported_after_the_optimizer_step(store):
