@@ -17,6 +17,7 @@ from prefect.deployments.runner import RunnerDeployment
 from prefect.events.actions import RunDeployment
 from prefect.exceptions import ObjectNotFound
 from prefect.schedules import Cron
+from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.storage.specs.location import is_block_slug
@@ -192,6 +193,9 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
     ends its flow runs. With `max_restarts`, flow runs that died meanwhile, or since an earlier `serve` ended, are restarted,
     even if the server has missed it, while the automation for this is enabled.
 
+    Schedules need a server that was started separately: the one that a process starts without PREFECT_API_URL runs none. Warns
+    of it.
+
     Args:
         deployments: Return values of `make_deployment`.
         max_restarts: The number of restarts, on the same run, after a flow run crashed or has no heartbeat; no restarts if
@@ -201,6 +205,12 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         ValueError: If a training function is not found in the current directory or among the installed modules.
 
     """
+    if PREFECT_API_URL.value() is None and any(deployment.schedules for deployment in deployments):
+        warnings.warn(
+            "no schedule runs: without PREFECT_API_URL, this process starts a Prefect server that has none. Start one with "
+            "`prefect --no-prompt server start`, and set PREFECT_API_URL",
+            stacklevel=2,
+        )
     for deployment in deployments:
         if "train_fn" in deployment.parameters:
             check_reference(deployment.parameters["train_fn"])

@@ -15,6 +15,7 @@ from forked_programs import run_program
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import create_work_pool, deploy, job_template, make_deployment, plan_deployment, serve
 from prefect_torch.deployments.job_templates import KINDS
@@ -82,6 +83,22 @@ def test_a_function_that_does_not_exist_is_told_at_once(wrong):
     deploy("missing", wrong, run=ON_S3, work_pool="docker-pool")
     with pytest.raises(ValueError, match=f"train_fn '{wrong}': "):
         serve(make_deployment("missing", wrong))
+
+
+def test_a_schedule_without_a_server_that_runs_it_is_told(monkeypatch):
+    """The server that a process starts itself runs no schedules."""
+    served = []
+    monkeypatch.setattr("prefect.serve", lambda *deployments: served.extend(it.name for it in deployments))
+    monkeypatch.setattr("prefect_torch.deployments.training.end_restarts", lambda *_, **__: None)
+    monkeypatch.setattr("prefect_torch.deployments.training._end_cron", lambda _: None)
+    nightly = make_deployment("nightly", "my_training:train_fn", cron="0 3 * * *")
+    serve(nightly)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        serve(make_deployment("called", "my_training:train_fn"))
+        with pytest.warns(UserWarning, match="no schedule runs: .*server start`, and set PREFECT_API_URL") as caught:
+            serve(nightly)
+    assert [it.filename for it in caught] == [__file__]
+    assert served == ["nightly", "called", "nightly"]
 
 
 def test_a_config_that_prefect_does_not_take_is_refused_in_one_sentence(client):
