@@ -141,9 +141,14 @@ class RunRecorder:
         wait([self._write(self._history.close, "the metric history")])  # a repair of the index that is under way ends before
         self._writer.shutdown()
 
-    def prune(self) -> None:
-        """Return once the storage holds only what the policy keeps, or a prune has failed; to be called after `close`."""
-        self._retention.finish(self._history.recorded)
+    def prune(self, *, may_go_on: bool) -> None:
+        """Return once the storage holds only what the policy keeps, or a prune has failed; to be called after `close`.
+
+        Args:
+            may_go_on: Whether another attempt may follow, which looks for garbage itself.
+
+        """
+        self._retention.finish(self._history.recorded, may_go_on=may_go_on)
 
     def _flush(self) -> None:
         self._flush_backoff.record()

@@ -1,5 +1,6 @@
 """Retention during a training: one prune at a time, as often as pages are published."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -145,12 +146,19 @@ class RetentionSchedule:
             self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S
         return due
 
-    def finish(self, recorded: str | None) -> None:
-        """Return once the storage holds only what the policy keeps, or one more prune has failed."""
+    def finish(self, recorded: str | None, *, may_go_on: bool = False) -> None:
+        """Return once the storage holds only what the policy keeps, or one more prune has failed.
+
+        Args:
+            recorded: As for `prune_due`.
+            may_go_on: Whether another attempt may follow, which must not wait for a listing of all files. It looks for garbage
+                with its own first prune.
+
+        """
         self._wait()
         self._in_use = ()  # no rank is left to restore it
-        self._garbage_due_s = time.monotonic()
-        self._is_search_owed = self._has_leftovers
+        self._garbage_due_s = math.inf if may_go_on else time.monotonic()
+        self._is_search_owed = self._has_leftovers and not may_go_on
         self._changed = True
         self._prune(recorded, is_due=True)
         self._wait()

@@ -191,14 +191,18 @@ class _Leader:
         recorder = self._recorder = RunRecorder(self._store, self._job, claimed.number, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
+        may_go_on = True
         try:
-            return self._run_gang(claimed.number, start, recorder, lease, regrowth)
+            value = self._run_gang(claimed.number, start, recorder, lease, regrowth)
         except Exception as exc:
             if self._termination.is_requested:  # first: what is terminated may be killed before prunes and the lease have ended
                 self._record_termination(claimed, exc)
             raise
+        else:
+            may_go_on = self.regrows
+            return value
         finally:
-            recorder.prune()
+            recorder.prune(may_go_on=may_go_on)
 
     def _run_gang(
         self, attempt: int, start: Start, recorder: RunRecorder, lease: Lease | None, regrowth: Regrowth | None

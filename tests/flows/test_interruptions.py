@@ -191,9 +191,9 @@ def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and
         stored[before] = [it.ending for it in read_outcomes(store)]
 
     class Schedule(RetentionSchedule):
-        def finish(self, recorded):
+        def finish(self, recorded, **options):
             look("prune")
-            super().finish(recorded)
+            super().finish(recorded, **options)
 
     @contextmanager
     def lend(_):

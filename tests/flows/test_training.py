@@ -53,7 +53,8 @@ from prefect_torch.flows import (
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.tasks.gang import gang_run, rank_groups
 from prefect_torch.tasks.rank import rendezvous
-from prefect_torch.tasks.training import leadership
+from prefect_torch.tasks.training import leadership, recorder
+from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from pydantic import ValidationError
 from trainings import ENDS, returned_end
 
@@ -126,6 +127,19 @@ def test_a_failed_rank_restarts_all_from_the_latest_checkpoint_however_it_has_en
     assert list(zip(frame["attempt"], frame["epoch"], strict=True)) == [(1 + epoch // 2, epoch) for epoch in range(10)]
     outcomes = read_outcomes(CheckpointStore.open(run.storage, "run"))
     assert [outcome.kind for outcome in outcomes] == ["user", "user", "infrastructure", "infrastructure", None]
+
+
+def test_only_after_the_last_attempt_nothing_may_follow_that_would_look_for_garbage(run, monkeypatch):
+    ends = []
+
+    class Schedule(RetentionSchedule):
+        def finish(self, recorded, *, may_go_on):
+            ends.append(may_go_on)
+            super().finish(recorded, may_go_on=may_go_on)
+
+    monkeypatch.setattr(recorder, "RetentionSchedule", Schedule)
+    train("trainings:end_in_each_way", {"hows": ["raise", "kill"]}, TWO, run, failure=FailureConfig(max_failures=1))
+    assert ends == [True, True, False]
 
 
 def test_a_rank_that_was_killed_is_the_cause_and_others_are_stopped_at_once(run, monkeypatch):

@@ -123,6 +123,18 @@ def test_where_all_is_kept_garbage_is_looked_for_after_an_attempt_that_was_kille
     assert [asked["garbage"] for asked in prunes.asked] == ([True, True] if has_leftovers else [])
 
 
+@pytest.mark.parametrize("num_prunes", [0, 2])
+def test_the_end_of_an_attempt_that_another_one_may_follow_waits_for_no_look_for_garbage(prunes, num_prunes):
+    retention = schedule(ManifestMemory())
+    for step in range(num_prunes + 1):
+        commit(retention, step)
+    assert len(prunes.asked) == num_prunes
+    newest = CommitEvent("000001-00000009-00000000", 9, {}, 1, 0.1)
+    retention.committed(newest)
+    retention.finish(newest.id, may_go_on=True)
+    assert [asked["garbage"] for asked in prunes.asked[num_prunes:]] == [False]
+
+
 def test_however_often_a_training_commits_it_prunes_as_seldom_as_pages_are_published(prunes):
     retention = schedule(ManifestMemory(), tick_s=0.1)  # a look at the clock for each commit, and one for each prune
     for step in range(1000):
