@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.layout import log_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each
 from prefect_torch.ckpt.text import utc_now
 
 _PART_BYTES = 1 << 20
@@ -72,22 +73,27 @@ class LogFiles:
                 self.num_lost += 1
 
     def flush(self) -> None:
-        """Store what was appended since the last time.
+        """Store what was appended since the last time, up to 32 files at a time.
 
         Raises:
             StorageError, OSError: If the storage fails; the next call tries again.
+            RuntimeError: If no thread is left; likewise.
 
         """
-        for key in tuple(self._unstored):
-            with self._changing:
-                text = self._unstored.get(key)
-                stored = None if text is None else bytes(text)
-            if stored is None:
-                continue
-            self._run.storage.put_bytes(key, stored)
-            with self._changing:
-                if len(self._unstored.get(key, b"")) == len(stored):
-                    del self._unstored[key]
+        with self._changing:
+            unstored = tuple(self._unstored)
+        for_each(unstored, self._store, AT_ONCE)
+
+    def _store(self, key: str) -> None:
+        with self._changing:
+            text = self._unstored.get(key)
+            stored = None if text is None else bytes(text)
+        if stored is None:
+            return
+        self._run.storage.put_bytes(key, stored)
+        with self._changing:
+            if len(self._unstored.get(key, b"")) == len(stored):
+                del self._unstored[key]
 
 
 def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[str, str]]:

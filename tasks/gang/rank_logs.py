@@ -112,7 +112,7 @@ def _store(files: LogFiles, ended: threading.Event) -> None:
         is_last = ended.wait(_FLUSH_S)
         try:
             files.flush()
-        except (StorageError, OSError) as exc:
+        except (StorageError, OSError, RuntimeError) as exc:  # the last: no thread is left for the moment
             again = "" if is_last else ", and are tried again"
             get_run_logger().warning("lines of ranks could not be stored beside the run%s: %s", again, exc)
     if files.num_lost:

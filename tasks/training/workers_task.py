@@ -1,5 +1,6 @@
 """The Prefect task that leads one attempt of a training; Prefect's own retries start the next one."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.storage.retry import ended_by
+from prefect_torch.tasks.gang.gang import Gang
 from prefect_torch.tasks.gang.gang_run import GangRun
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Lease, Machines
@@ -188,14 +190,27 @@ class _Leader:
         return nullcontext() if self._machines is None or lease is None else self._machines.look_for_more(lease)
 
     def _run_ranks(self, claimed: Attempt, start: Start, lease: Lease | None, regrowth: Regrowth | None) -> Any:
+        config, files = self._job.run_config, LogFiles(self._store, self._store.layout.logs(claimed.number))
+        with rank_logs(config.log_ranks, config.log_level, files) as logs:  # left last: it waits until the lines are stored
+            first_rank_at = partial(_first_rank, self._job, claimed.number, start.restored, self._gpus)
+            start_ranks = partial(start_gang, first_rank_at, self._job.failure.hang_timeout_s, lease, logs)
+            return self._record_ranks(claimed, start, start_ranks, regrowth)
+
+    def _record_ranks(
+        self,
+        claimed: Attempt,
+        start: Start,
+        start_ranks: Callable[[], tuple[Gang, TcpKeyValue]],
+        regrowth: Regrowth | None,
+    ) -> Any:
         recorder = self._recorder = RunRecorder(self._store, self._job, claimed.number, start.own, self._observers)
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         may_go_on = True
         try:
-            value = self._run_gang(claimed.number, start, recorder, lease, regrowth)
+            value = self._run_gang(claimed.number, start, recorder, start_ranks, regrowth)
         except Exception as exc:
-            if self._termination.is_requested:  # first: what is terminated may be killed before prunes and the lease have ended
+            if self._termination.is_requested:  # first: it may be killed before the prune, the logs and the lease have ended
                 self._record_termination(claimed, exc)
             raise
         else:
@@ -205,29 +220,31 @@ class _Leader:
             recorder.prune(may_go_on=may_go_on)
 
     def _run_gang(
-        self, attempt: int, start: Start, recorder: RunRecorder, lease: Lease | None, regrowth: Regrowth | None
+        self,
+        attempt: int,
+        start: Start,
+        recorder: RunRecorder,
+        start_ranks: Callable[[], tuple[Gang, TcpKeyValue]],
+        regrowth: Regrowth | None,
     ) -> Any:
-        job, termination = self._job, self._termination
-        first_rank_at = partial(_first_rank, job, attempt, start.restored, self._gpus)
-        log_files = LogFiles(self._store, self._store.layout.logs(attempt))
+        termination = self._termination
         key_value: TcpKeyValue | None = None
         try:
             termination.raise_if_requested()
-            with rank_logs(job.run_config.log_ranks, job.run_config.log_level, log_files) as logs:
-                gang, key_value = start_gang(first_rank_at, job.failure.hang_timeout_s, lease, logs)
-                try:
-                    self._observers.notify(RanksStarted(attempt, gang.task_runs))
-                    recorder.on_request = partial(self._decide, key_value)
-                    gang_run = GangRun(gang, key_value, recorder, termination, regrowth)
-                    value = gang_run.run()
-                    self.regrows = gang_run.is_cut_short and not self._is_stopped
-                    if regrowth is not None:
-                        regrowth.is_used = self.regrows
-                    if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
-                        start.source_pin.remove()
-                    return value
-                finally:
-                    gang.stop("stopped: the training is terminated" if termination.is_requested else "the attempt is over")
+            gang, key_value = start_ranks()
+            try:
+                self._observers.notify(RanksStarted(attempt, gang.task_runs))
+                recorder.on_request = partial(self._decide, key_value)
+                gang_run = GangRun(gang, key_value, recorder, termination, regrowth)
+                value = gang_run.run()
+                self.regrows = gang_run.is_cut_short and not self._is_stopped
+                if regrowth is not None:
+                    regrowth.is_used = self.regrows
+                if start.source_pin is not None and not self.regrows:  # it is complete, with or without a checkpoint
+                    start.source_pin.remove()
+                return value
+            finally:
+                gang.stop("stopped: the training is terminated" if termination.is_requested else "the attempt is over")
         finally:
             if termination.is_requested:
                 termination.end_retries()

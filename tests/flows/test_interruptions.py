@@ -33,6 +33,7 @@ from prefect_torch.ckpt import CheckpointStore, FencedError, StorageError
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED, Outcome, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
@@ -179,7 +180,7 @@ def test_a_rank_that_fails_within_its_grace_is_warned_of_with_its_traceback(tmp_
 def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and_the_end_of_its_lease(tmp_path, monkeypatch):
     """These may take longer than what terminates the process waits before it kills it."""
     started, switch = tmp_path / "started", TerminationSwitch()
-    run_config = RunConfig(name="run", storage=str(tmp_path / "store"))
+    run_config = RunConfig(name="run", storage=str(tmp_path / "store"), log_ranks="rank0")
     store = CheckpointStore.open(run_config.storage, "run")
     stored = {}
 
@@ -202,14 +203,20 @@ def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and
         finally:
             look("end of the lease")
 
+    class Files(LogFiles):
+        def flush(self):
+            look("last lines")
+            super().flush()
+
     monkeypatch.setattr(recorder, "RetentionSchedule", Schedule)
+    monkeypatch.setattr(workers_task, "LogFiles", Files)
     monkeypatch.setattr(workers_task._Leader, "_lend", lend)
     terminating = threading.Thread(target=terminate)
     terminating.start()
     with switch.governs(), pytest.raises(CancelledInPrefect):
         train("trainings:leave_once", {"started": str(started)}, run=run_config, checkpoint=CheckpointConfig(num_to_keep=1))
     terminating.join()
-    assert stored == {"prune": ["cancelled"], "end of the lease": ["cancelled"]}
+    assert stored == {what: ["cancelled"] for what in ("prune", "last lines", "end of the lease")}
     (last,) = store.list()
     assert last.step == 1
 

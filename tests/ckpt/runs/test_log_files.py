@@ -1,5 +1,7 @@
 """The log files of ranks beside a run."""
 
+import threading
+
 import pytest
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt.runs import log_files
@@ -53,6 +55,21 @@ def test_a_long_log_is_stored_in_parts_of_which_only_the_last_is_written_again(r
     assert len(put) == 30
     assert len(list(run.storage.list("run/logs/"))) == len({key for key, _ in put}) > 3
     assert max(size for _, size in put) <= 200
+
+
+def test_the_logs_of_many_ranks_are_stored_at_the_same_time(run, monkeypatch):
+    others, put_bytes = threading.Barrier(8), run.storage.put_bytes
+
+    def put(key, data):
+        others.wait(60)  # one after the other, no put would return
+        put_bytes(key, data)
+
+    monkeypatch.setattr(run.storage, "put_bytes", put)
+    files = LogFiles(run, run.layout.logs(1))
+    for rank in range(32):
+        files.append(rank, [f"line of {rank}"])
+    files.flush()
+    assert texts(run) == [(f"rank-{rank}", f"line of {rank}") for rank in range(32)]
 
 
 def test_where_nothing_may_be_deleted_a_former_log_stays_with_a_warning(run, monkeypatch, caplog):
