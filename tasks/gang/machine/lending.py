@@ -10,6 +10,7 @@ from itertools import accumulate
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
+from prefect_torch.tasks.rank.resources.open_files import allow_open_files
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .avoided import AvoidedMachines
@@ -89,6 +90,7 @@ class Machines:
 
         Raises:
             NotEnoughMachinesError: If there is room for too few ranks, and still is after the cluster's `wait_s`.
+            OSError: If this process may have too few files and sockets open for the ranks.
 
         """
         lease = self._take_kept()
@@ -169,6 +171,7 @@ class Machines:
         return MachineRequest(fewest, most, self._use_gpu, avoid | in_use, in_use, self._avoided.left_s(avoid))
 
     def _wait_for(self, raise_if_requested: Callable[[], None]) -> Lease:
+        allow_open_files(self._fewest, self._most)
         avoid = self._avoided.now
         wait_s = self._cluster.asks_for_s
         deadline_s = time.monotonic() + wait_s if self._cluster.waits_itself else None

@@ -1,15 +1,14 @@
 """A rank on this machine: its process, the record of its collectives, and what it leaves."""
 
-import errno
 import os
 import pickle
-import resource
 from collections.abc import Iterator
 
 import cloudpickle
 from prefect_torch.tasks.options.settings import TorchSettings
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
+from prefect_torch.tasks.rank.resources.open_files import allow_open_files
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -18,9 +17,6 @@ from .fork_servers import FORK_SERVERS, RANK_PROGRAM, python_command
 from .process import ProcessExit, RankProcess
 from .rank_exit import result_left, result_of_exit
 from .secret_variables import SECRETS_OF_PREFECT
-
-# Trainings of two ranks on S3 need 36 to 48; with fewer, code that needs one more may wait for it forever.
-_FEWEST_FILES = 64
 
 
 class LocalRank:
@@ -83,11 +79,7 @@ def prepare_ranks(num_ranks: int) -> None:
         OSError: If this process may have so few files open that a training would hang.
 
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
-        raise OSError(
-            errno.EMFILE, f"this process may have {soft} files and sockets open, too few for a training: ulimit -n 1024"
-        )
+    allow_open_files(1, num_ranks)
     if TorchSettings().fork_ranks:
         FORK_SERVERS.find(default_threads(num_ranks) | dict(os.environ))
 

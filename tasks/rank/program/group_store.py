@@ -4,6 +4,7 @@ import os
 import time
 
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
+from prefect_torch.tasks.rank.resources.open_files import allow_open_files
 from prefect_torch.tasks.rank.spec import RankSpec
 
 _PORT_KEY = "port of the process groups"
@@ -33,12 +34,14 @@ class GroupStore:
         Raises:
             TimeoutError: If rank 0 does not serve it in time.
             torch.distributed.DistNetworkError: If this machine does not reach that of the flow, or of rank 0.
+            OSError: If rank 0's process may have too few files and sockets open for the connections of all ranks.
 
         """
         if spec.master_host is None:
             return None
         meeting = _reach(spec, spec.rendezvous, "the flow's machine", None)
         if spec.rank == 0:
+            allow_open_files(spec.world_size, spec.world_size)
             served = Rendezvous(spec.master_host)
             key_value, port = served.serve(spec.timeout_s), served.address.port
             meeting.set(_PORT_KEY, str(port).encode())

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import shlex
 import signal
 import sys
@@ -85,6 +86,16 @@ def test_machines_are_kept_while_they_are_not_the_likely_cause():
         assert last.lost is None
         assert len({first, *ended, last}) == 6
     assert last.lost is not None
+
+
+def test_no_machine_is_asked_for_by_a_process_without_descriptors_for_its_ranks(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with (
+        closing(Machines(Hosts(["a"], **HERE), 2000, 2000, use_gpu=False)) as machines,
+        pytest.raises(OSError, match="may have 1024 files and sockets open, too few for a training of 2000 ranks"),
+        machines.lend(lambda: None),
+    ):
+        pass
 
 
 def test_fewer_machines_than_there_may_be_are_given_back():

@@ -1,4 +1,5 @@
 import os
+import resource
 import threading
 import time
 from datetime import timedelta
@@ -156,6 +157,19 @@ def test_groups_wait_longer_for_each_other_than_a_rank_for_its_leader(monkeypatc
         hasty.store.get("id of rank 0")
     assert patient.store.get("id of rank 0") == b"1"
     late.join()
+
+
+def test_rank_0_may_have_as_many_files_open_as_ranks_connect_to_it(monkeypatch):
+    meeting, changed = Rendezvous(), []
+    served = meeting.serve()
+    monkeypatch.setenv("MASTER_PORT", "")  # it is set
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 100_000))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changed.append(limits))
+    spec = rank_spec(rank=0, world_size=1000, rendezvous=meeting.address, master_host="127.0.0.1")
+    assert GroupStore.open(spec) is not None
+    ((soft, hard),) = changed
+    assert (soft > 2000, hard) == (True, 100_000)
+    assert served.check("port of the process groups")
 
 
 @pytest.mark.parametrize(("reaches_leader", "whose"), [(False, "the flow's machine"), (True, "rank 0's machine")])
