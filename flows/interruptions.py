@@ -60,9 +60,9 @@ def spared_from_suspension() -> Iterator[Callable[[], State | None]]:
 def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterator[None]:
     """Let the flow run of the body be suspended, and give way to a more urgent one; costs a request every five seconds.
 
-    A flow run without a deployment, or below another flow run, can do neither: Prefect could not start it again. A flow run
-    below another leaves when that one is suspended: see `suspendable`. Every flow run ends when it, or one above it, is
-    cancelled: see `cancellable`.
+    A flow run without a deployment can do neither: Prefect could not start it again. It leaves when one above it is suspended:
+    see `suspendable`. A flow run of a deployment that another flow has started gives way, but Prefect refuses to suspend it.
+    Every flow run ends when it, or one above it, is cancelled: see `cancellable`.
 
     Args:
         termination: Where the request is recorded; its ranks have the grace for a last checkpoint.
@@ -73,7 +73,7 @@ def interruptible(termination: Termination, *, yields_to_urgent: bool) -> Iterat
 
     """
     this = current_flow_run()
-    if this.deployment_id is None or this.parent_task_run_id is not None:
+    if this.deployment_id is None:
         with suspendable(termination):
             yield
         return

@@ -245,6 +245,8 @@ class DeployedTrials:
                 tags=[tag_of(trial.run)],
                 idempotency_key=start.key,
                 timeout=0,
+                # Of a subflow, Prefect refuses the suspension, and cancels it with its parent, though another start has it.
+                as_subflow=False,
             )
         assert isinstance(created, FlowRun)  # no coroutine, since the sweep's flow is not async
         return created.id

@@ -613,6 +613,17 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     assert find_interruption(client, equal, yields_to_urgent=True) is None
 
 
+def test_a_flow_run_of_a_deployment_that_another_flow_has_started_gives_way(client, pool, monkeypatch):
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
+    this = begin(client, pool, "background", Pending(), Running()).model_copy(update={"parent_task_run_id": uuid.uuid4()})
+    monkeypatch.setattr(interruptions, "current_flow_run", lambda: this)
+    begin(client, pool, "urgent", Scheduled(name="Late"))
+    termination = Termination(5.0)
+    with pytest.raises(Pause) as left, interruptible(termination, yields_to_urgent=True):
+        termination.outlast(lambda: wait_until(lambda: termination.is_requested, "the request", every_s=0.01))
+    assert left.value.state.name == "Yielded"
+
+
 def test_flow_runs_beyond_the_first_page_of_the_api_count(client, pool, monkeypatch):
     """With pages of two flow runs; Prefect's own have 200."""
     read = client.read_flow_runs

@@ -19,6 +19,7 @@ import pytest
 from commits import commit
 from forked_programs import Popen
 from owners import OWNERS
+from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import FlowRun
@@ -521,6 +522,21 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_if_another_one_would_b
         assert flow_run.parameters["failure"] == ({"max_failures": 3} if change == "failure" else {})
         start(trials_of(sweep_run, deployment, **changes), trial)
         assert [it.id for it in trial_flow_runs.find_alive(trial)] == [present]
+
+
+@pytest.mark.usefixtures("unserved")
+def test_a_trial_can_be_suspended_and_is_not_cancelled_with_the_sweep_that_has_started_it(client, tmp_path):
+    """Of subflow runs, Prefect refuses the first, and does the second, though another start has taken them over."""
+    trial = TrialRecord(0, "suspended/trial-0000-0123abcd", {}, 0)
+
+    @flow
+    def sweeping():
+        return start(trials_of(Run.open(str(tmp_path), "suspended"), "train/queue-a"), trial)
+
+    started = client.read_flow_run(sweeping())
+    assert started.parent_task_run_id is None
+    client.set_flow_run_state(started.id, Running(), force=True)
+    assert client.set_flow_run_state(started.id, Suspended()).state.is_paused()
 
 
 def test_a_flow_run_whose_process_is_gone_for_a_while_is_crashed(api, tmp_path, monkeypatch):
