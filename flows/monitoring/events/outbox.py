@@ -11,6 +11,7 @@ from itertools import islice
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
 from prefect_torch.flows.monitoring.text import storable
@@ -18,6 +19,7 @@ from prefect_torch.tasks.prefect_api.client import own_connections
 from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
+from prefect_torch.tasks.training.liveness import flow_runs_from
 
 PERIOD_S = 5.0
 LONGEST_TEXT = 4000
@@ -37,7 +39,8 @@ class EventOutbox:
     confirmed them, and a warning counts those that were not sent at the end, so that no loss is silent. The server recognizes
     an event that is sent twice, because a confirmation was lost, by its id.
 
-    Every event gets the related resources of Prefect's own events: flow run, flow, deployment, work pool, tags.
+    Every event gets the related resources of Prefect's own events: flow run, flow, deployment, work pool, tags. Of a subflow,
+    Prefect's have no deployment; these have that of the flow that has called it.
     """
 
     def __init__(self) -> None:
@@ -115,7 +118,7 @@ class EventOutbox:
         # This thread retries; the client would do so for a minute.
         with without_retries():
             if self._run_resources is None:
-                self._run_resources = asyncio.run(_run_resources())
+                self._run_resources = _run_resources()
             body = _encoded([_with_related(event, self._run_resources) for event in events])
             with get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True) as client:
                 client.request("POST", "/events", content=body, headers={"Content-Type": "application/json"})
@@ -146,7 +149,21 @@ def _fitting(event: Event) -> bytes:
     return json.dumps({**dump, "payload": {}}, ensure_ascii=False, allow_nan=False).encode()
 
 
-async def _run_resources() -> list[RelatedResource]:
+def _run_resources() -> list[RelatedResource]:
+    """Return what Prefect's own events of this flow run are related to, and the deployment of the flow that has called it."""
+    resources, context = asyncio.run(_related_in_prefect()), FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return resources
+    with get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True) as client:
+        called = flow_runs_from(client, context.flow_run)
+        deployed = next((it.deployment_id for it in called if it.deployment_id is not None), None)
+    resource_id = f"prefect.deployment.{deployed}"
+    if deployed is None or resource_id in {it.id for it in resources}:
+        return resources
+    return [*resources, RelatedResource({"prefect.resource.id": resource_id, "prefect.resource.role": "deployment"})]
+
+
+async def _related_in_prefect() -> list[RelatedResource]:
     async with get_client(httpx_settings=own_connections(_REQUEST_S)) as client:
         return await related_resources_from_run_context(client)
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prefect import flow
 from prefect.events import Event
+from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import Proxy
 from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageError
@@ -95,6 +96,20 @@ def test_an_attempt_is_told_though_the_storage_is_away(tmp_path, monkeypatch):
     assert [event.event for event in put].count("prefect-torch.attempt.started") == 2
     assert "s3://bucket/seed" in {resource.id for resource in put[-1].related}
     assert [event.resource["is_best"] for event in put if "is_best" in event.resource.root] == ["true", "false"]
+
+
+def test_an_event_of_a_training_that_a_flow_calls_is_related_to_the_deployment_of_that_flow(client, tmp_path):
+    """`evaluate_new_best(trained_by=...)` awaits it; Prefect's own events of subflow runs have none."""
+    job = Job(str(tmp_path))
+
+    @flow(name="calls")
+    def calls():
+        tell_all(job, AttemptStarted(job.claim(), None))
+
+    deployment = client.create_deployment(client.create_flow(calls), "calling")
+    run_flow(calls, client.create_flow_run_from_deployment(deployment))
+    (event,) = events_about(f"prefect-torch.run.{job.store.path}", 1)
+    assert [it.id for it in event.related if it.role == "deployment"] == [f"prefect.deployment.{deployment}"]
 
 
 def test_a_commit_has_labels_to_match_and_metrics_to_read(training):
