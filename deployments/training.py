@@ -32,6 +32,7 @@ from pydantic import BaseModel
 from .automations import MADE_BY_DEPLOY, end_restarts, make_resumer, resume_by, resume_in_pool
 from .job_templates import default_of, has_variable
 from .resumers import start_resumers
+from .server_settings import CANCELLATION_LIMIT, longest_cancellation_s
 from .serving import runner_outlasts_outages
 
 _WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
@@ -302,6 +303,17 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
 
 def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
     """Return a plan's line on whether ranks have their grace before a flow run of `pool` that is told to end is killed."""
+    line = _grace_of_process(pool, job_variables, failure)
+    with get_client(sync_client=True) as client:
+        limit_s = longest_cancellation_s(client)
+    if line.status != "ok" or limit_s is None:
+        return line
+    remedy = f"a larger {CANCELLATION_LIMIT} to Prefect's server"
+    cancelled = compare_grace(failure, limit_s, f"a cancelled flow run of work pool {pool.name!r}", remedy)
+    return line if cancelled.status == "ok" else cancelled
+
+
+def _grace_of_process(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
     command = job_variables.get("command") or default_of(pool, "command") or ""
     if pool.type == "docker" and "prefect-torch execute" in command:  # whoever stops it sets the limit
         least = f"`docker stop` needs --time {failure.grace_s + TO_END_S:g} for a container of work pool {pool.name!r}"

@@ -31,8 +31,9 @@ def execute_gracefully(flow_run_id: UUID) -> int:
     Prefect kills the flow 30 s after SIGTERM, or immediately if its engine is slow to answer. Before that it lets the flow run
     be scheduled elsewhere: a second process would fence the first, which then cannot commit its last checkpoint. Here the flow
     run is rescheduled after its process has exited, and only the container's grace period limits its time. After a cancellation
-    in Prefect nobody ends the container: a process that has not exited ten minutes after its grace (`FailureConfig.grace_s`) is
-    killed; one of a user's own flow, whose trainings may have any grace, after 70 minutes.
+    in Prefect, its server sets the flow run to Cancelled within 300 s (a setting of it), and lets the worker end the container.
+    Where no worker does, a process that has not exited ten minutes after its grace (`FailureConfig.grace_s`) is killed; one of
+    a user's own flow, whose trainings may have any grace, after 70 minutes.
 
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
     "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.

@@ -10,8 +10,8 @@
 - kubernetes: `num_gpus`, `shared_memory`, `termination_grace_s`, `node_selector`, `tolerations`; the cluster needs NVIDIA's
   device plugin.
 
-Containers run `prefect-torch execute`, which leaves a flow the container's whole grace period for a last checkpoint. It kills
-one that is cancelled in Prefect, and has not exited ten minutes after the grace of its ranks.
+Containers run `prefect-torch execute`, which leaves a flow the container's whole grace period for a last checkpoint. One
+that is cancelled in Prefect has 300 s, a setting of Prefect's server; then its worker ends the container.
 
 From a terminal: `prefect work-pool create gpu-pool --type kubernetes --base-job-template FILE`, with a file of this directory.
 """

@@ -17,7 +17,15 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.deployments import create_work_pool, deploy, job_template, make_deployment, plan_deployment, serve
+from prefect_torch.deployments import (
+    create_work_pool,
+    deploy,
+    job_template,
+    make_deployment,
+    plan_deployment,
+    serve,
+    server_settings,
+)
 from prefect_torch.deployments.job_templates import KINDS
 from prefect_torch.deployments.planning import _look_at_pool
 from prefect_torch.flows import FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, train
@@ -252,6 +260,24 @@ def test_schedules_that_somebody_added_stay_and_that_of_an_earlier_call_ends(cli
 def test_a_work_pool_that_does_not_exist_is_named():
     with pytest.raises(ValueError, match="there is no work pool 'gone': create it with `prefect work-pool create gone"):
         deploy("nowhere", "my_training:train_fn", work_pool="gone")
+
+
+@pytest.mark.parametrize(("kind", "job_variables"), [("docker", {}), ("kubernetes", {"termination_grace_s": 700})])
+def test_a_grace_longer_than_prefects_server_lets_a_cancellation_take_is_warned_of(recwarn, monkeypatch, kind, job_variables):
+    def deploy_with(grace_s):
+        failure, options = FailureConfig(grace_s=grace_s), {"work_pool": f"{kind}-pool", "job_variables": job_variables}
+        deploy("cancelled", "my_training:train_fn", run=ON_S3, failure=failure, **options)
+
+    cleanup = {"enabled": True, "cancelling_timeout_seconds": 300.0}
+    monkeypatch.setattr(server_settings, "_read", lambda _: {"services": {"cancellation_cleanup": cleanup}})
+    deploy_with(295)
+    assert len(recwarn) == 0
+    with pytest.warns(UserWarning, match="a cancelled flow run .* 300 s .* at most grace_s=295, or a larger PREFECT_SERVER_"):
+        deploy_with(296)
+    cleanup["enabled"] = False
+    deploy_with(600)
+    monkeypatch.setattr(server_settings, "_read", lambda _: {})  # of Prefect Cloud
+    deploy_with(600)
 
 
 def test_a_block_is_named_in_the_parameters_and_must_be_saved(prefect_server):
