@@ -36,7 +36,8 @@ def execute_gracefully(flow_run_id: UUID) -> int:
     a user's own flow, whose trainings may have any grace, after 70 minutes.
 
     PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR is respected: "reschedule" (the default) makes the flow run AwaitingRetry;
-    "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed.
+    "relinquish" leaves it Running, and the exit code 1 makes Kubernetes start another pod for it; "crash" makes it Crashed. One
+    that is suspended stays so, and the exit code is 0.
 
     Raises:
         FileNotFoundError: If the API does not know the flow run.
@@ -59,8 +60,11 @@ def _execute(flow_run_id: UUID) -> int:
         exit_code = exc.code if isinstance(exc.code, int) else 1
     else:
         exit_code = 0
-    if behavior == "relinquish" or flow_run_id not in terminated:
+    if flow_run_id not in terminated:
         return exit_code
+    if behavior == "relinquish":
+        left = _look_up(flow_run_id).state
+        return 0 if left is not None and left.is_paused() else exit_code
     _propose(flow_run_id, Crashed(message="Ended by SIGTERM.") if behavior == "crash" else AwaitingRetry())
     return 0
 
@@ -110,11 +114,11 @@ def _wait_instead_of_kill(longest_s: float) -> set[UUID]:
 
 
 def _propose(flow_run_id: UUID, state: State[Any]) -> None:
-    """Propose `state` for a flow run that is neither being cancelled nor in a final state other than Crashed."""
+    """Propose `state` for a flow run that is neither suspended, nor being cancelled, nor in a final state but Crashed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with flow_run_errors_explained(flow_run_id), get_client(sync_client=True) as client:
         left = client.read_flow_run(flow_run_id).state
-        if left is not None and (left.is_cancelling() or (left.is_final() and not left.is_crashed())):
+        if left is not None and (left.is_paused() or left.is_cancelling() or (left.is_final() and not left.is_crashed())):
             return
         try:
             propose_state_sync(client, state, flow_run_id=flow_run_id)

@@ -12,7 +12,7 @@ from forked_programs import Popen, run_program
 from http_proxy import Response, proxied
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import AwaitingRetry, Cancelling
+from prefect.states import AwaitingRetry, Cancelling, Suspended
 from prefect.types.entrypoint import EntrypointType
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
@@ -48,12 +48,13 @@ class Container:
         environment = {**self._environment, "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": behavior}
         return Popen([sys.executable, str(SUPPORT / "hurried_execute.py"), *command], env=environment)
 
-    def terminate_when_training(self, process):
+    def terminate_when_training(self, process, before=lambda: None):
         def trains():
             assert process.poll() is None
             return self.started.exists()
 
         wait_until(trains, "the training")
+        before()
         process.send_signal(signal.SIGTERM)
         return process.wait(90)
 
@@ -165,3 +166,17 @@ def test_a_container_told_to_end_checkpoints_and_the_next_goes_on_in_the_same_fl
     assert container.state().is_completed()
     endings = [(outcome.ending, outcome.return_value) for outcome in read_outcomes(container.store)]
     assert endings == [("preempted", None), ("completed", "resumed")]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("behavior", ["reschedule", "crash", "relinquish"])
+def test_a_flow_run_that_is_suspended_waits_though_its_container_is_told_to_end(container, behavior):
+    """As by an operator who suspends it to empty a machine, and then does that: it began again on the next one."""
+
+    def suspend():
+        assert container.client.set_flow_run_state(container.flow_run.id, Suspended()).state.is_paused()
+
+    process = container.start(behavior, "prefect-torch", "execute")
+    assert container.terminate_when_training(process, before=suspend) == 0
+    assert container.state().name == "Suspended"
+    assert [(it.attempt, it.step) for it in container.store.list()] == [(1, 7)]
