@@ -227,14 +227,16 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             partial(pin_source, run),
             keeps_left_runs=training.checkpoint.num_to_keep is None,
         )
+        check_lead = partial(check_fence, run, claimed.number)
         before = dict(searched.trials)
+        check_lead()  # the journal may have been read for minutes, and another flow run leads the sweep by now
         remove_lost_pin(run, before.values())
         left = LeftTrials(run, are_deployed=sweep.trials_on is not None)
         left.cancel_former(begun.former.values())
         if sweep.trials_on is None:
             left.cancel(before.values(), "the sweep goes on with its trials in its own process")
+        check_lead()  # so may have been each request to Prefect
         left.record_expected_questions()
-        check_lead = partial(check_fence, run, claimed.number)
 
         def check_before_trial() -> None:
             check_lead()

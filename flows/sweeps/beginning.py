@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.sweeps.definition import (
@@ -57,11 +58,12 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
             replaced then.
 
     Raises:
+        FencedError: If another process leads the sweep by now; nothing is stored or deleted then.
         JournalDamagedError: If the journal is damaged.
         ValueError: If the space, the metrics or the modes differ from the stored ones.
 
     """
-    entries, events, former = _read(led, may_be_new=may_be_fresh)
+    entries, events, former = _read(led, claimed, may_be_new=may_be_fresh)
     is_fresh = may_be_fresh and not has_begun_again(events, claimed.lineage)
     if not is_fresh:
         _warn_of_lost_entries(led, events)
@@ -70,13 +72,14 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
     definition = settle_definition(given, known, has_seed=has_seed)
     journal = Journal(led, claimed.number, len(entries))
     if definition != known and not (is_fresh and events):
+        check_fence(led, claimed.number)
         store_definition(led, definition)
     if is_fresh:
         return Beginning(definition, journal, [], is_fresh, former)
     return Beginning(definition, journal, events, is_fresh, {})
 
 
-def _read(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event], History]:
+def _read(led: Run, claimed: Attempt, *, may_be_new: bool) -> tuple[list[Entry], list[Event], History]:
     """Return a sweep's journal so far, its events, and its trials.
 
     A damaged journal is replaced if the sweep may begin again: then it is empty, and the trials are those that were known.
@@ -89,6 +92,7 @@ def _read(led: Run, *, may_be_new: bool) -> tuple[list[Entry], list[Event], Hist
             raise
         get_run_logger().warning("a new journal replaces the damaged one: %s", exc)
         former, _ = read_known_trials(led)
+        check_fence(led, claimed.number)  # the next leader may be replacing it
         delete_journal(led)
         return [], [], former
     return entries, events, history_of(events)

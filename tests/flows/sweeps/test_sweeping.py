@@ -71,6 +71,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_storage import count_reports, pin_source, remove_lost_pin, undecided
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
 from prefect_torch.flows.trials import leading
+from prefect_torch.flows.trials.left_trials import LeftTrials
 from prefect_torch.flows.trials.local_trials import LocalTrials
 from prefect_torch.tasks.prefect_api.client import SubflowClients
 from prefect_torch.tasks.rank.resources.cpus import count_cpus
@@ -544,6 +545,34 @@ def test_a_trial_that_waits_to_be_started_again_ends_with_its_sweep(run, monkeyp
             failure=FailureConfig(retry_delay_s=3600),
         )
     assert taken
+
+
+OVERTAKEN_AT = [(beginning, "read_known_trials"), (beginning, "settle_definition"), (LeftTrials, "cancel_former")]
+
+
+@pytest.mark.parametrize(("place", "name"), OVERTAKEN_AT, ids=[name for _, name in OVERTAKEN_AT])
+def test_a_sweep_that_is_taken_over_while_it_begins_leaves_all_to_its_successor(run, tmp_path, monkeypatch, place, name):
+    (project := tmp_path / "project").mkdir()
+    (project / "code.py").write_text("")
+    space, asked = {"x": grid([1])}, SearchConfig(metric="loss")
+    sweep("sweep_trainings:return_loss", space, search=asked, run=run)
+    led, act, taken = Run.open(run.storage, run.name), getattr(place, name), []
+    first, *_ = list_parts(led)
+    led.storage.put_bytes(first.key, b"damaged")
+
+    def act_slowly(*args, **options):
+        done = act(*args, **options)
+        claim_attempt(led, Owner.current(str(uuid.uuid4())), world_size=0)
+        for key in (led.layout.sweep, first.key, led.layout.code("its-own"), led.layout.deployed):
+            led.storage.put_bytes(key, b"its own")
+            taken.append(key)
+        return done
+
+    monkeypatch.setattr(place, name, act_slowly)
+    again = run.model_copy(update={"resume": "never", "working_dir": str(project)})
+    with pytest.raises(FencedError, match="attempt 2 of run 'digits' was overtaken by attempt 3"):
+        sweep("sweep_trainings:return_loss", space, search=asked, run=again)
+    assert [led.storage.get_bytes(key) for key in taken] == [b"its own"] * 4
 
 
 def test_all_trials_run_the_code_with_which_the_sweep_began(run, tmp_path, monkeypatch):
