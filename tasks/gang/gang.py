@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 POLL_S = 0.05
 _STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
-_LONGEST_STOP_S = 600.0
+_MOST_STOP_WAITS = 20  # not a deadline: a process that was stopped itself has to look at its ranks after that
 
 
 class Gang:
@@ -68,7 +68,7 @@ class Gang:
         # Asking a running future for its state costs an API request, so a callback collects those that are done.
         self._finished: set[int] = set()
         self._has_news = threading.Event()  # set when another future is done
-        self._stop_deadline_s: float | None = None  # from the first `stop` on
+        self._num_stop_waits = 0
 
     def start(self) -> None:
         """Start the ranks; after an error, those that were started wait for the others, so `stop` them."""
@@ -84,17 +84,18 @@ class Gang:
 
         Raises:
             RankFailedError: Of the kind "final", if ranks have not exited after ten minutes; every 30 s, a warning names them.
+                The time in which this process was stopped itself, perhaps with its ranks, counts as half a minute at most.
 
         """
         self.stop_order.give(reason)
-        if self._stop_deadline_s is None:
-            self._stop_deadline_s = time.monotonic() + _LONGEST_STOP_S
-        while not wait_until(self.has_exited, min(_STOP_WARNING_S, self._stop_deadline_s - time.monotonic())):
+        while not wait_until(self.has_exited, _STOP_WARNING_S if self._num_stop_waits < _MOST_STOP_WAITS else 0.0):
+            self._num_stop_waits += 1
             alive = show_some([str(group) for group in self.running()])
-            if time.monotonic() >= self._stop_deadline_s:
+            if self._num_stop_waits >= _MOST_STOP_WAITS:
                 raise RankFailedError(
-                    f"rank {alive} could not be stopped within {_LONGEST_STOP_S:g} s, so no attempt may start beside it: look "
-                    "at its process (a dead network filesystem, a GPU driver that hangs), and restart the machine if need be",
+                    f"rank {alive} could not be stopped within {_MOST_STOP_WAITS * _STOP_WARNING_S:g} s, so no attempt may start "
+                    "beside it: look at its process (a dead network filesystem, a GPU driver that hangs), and restart the machine "
+                    "if need be",
                     None,
                     "final",
                 )

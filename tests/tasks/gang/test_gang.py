@@ -60,7 +60,7 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
         now_s[0] += seconds
 
     monkeypatch.setattr(gang, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
-    for name, seconds in (("POLL_S", 1.0), ("_STOP_WARNING_S", 30.0), ("_LONGEST_STOP_S", 90.0)):
+    for name, seconds in (("POLL_S", 1.0), ("_STOP_WARNING_S", 30.0), ("_MOST_STOP_WAITS", 3)):
         monkeypatch.setattr(gang, name, seconds)
     ranks = started([None, None])
     supervisor.done[0](None)
@@ -71,6 +71,21 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
         assert now_s == [90.0]
     assert supervisor.stop.reason == "over"
     assert caplog.text.count("rank 1 was killed and has not exited yet") == 2
+
+
+def test_ranks_that_were_frozen_with_their_leader_have_time_to_end(supervisor, monkeypatch):
+    """As in a container that is paused for half an hour at that moment: they die as soon as they may."""
+    sleeps, now_s = [], [0.0]
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        now_s[0] += seconds if len(sleeps) > 1 else 1800.0
+        if len(sleeps) == 3:
+            supervisor.done[0](None)
+
+    monkeypatch.setattr(gang, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    started([None]).stop("over")
+    assert len(sleeps) == 3
 
 
 def test_a_rank_does_not_wait_for_the_slot_of_a_tag_that_its_attempt_has(supervisor):
