@@ -44,6 +44,10 @@ from .sigterm import SigtermAction
 if TYPE_CHECKING:
     from prefect_torch.ckpt.context import TrainContext
 
+_NO_STEPS = (
+    "nothing is reported, since trainer.global_step is 0: with manual optimization, Lightning counts only the steps of the "
+    "optimizers that self.optimizers() returns"
+)
 _SHARE_OF_GRACE = 0.25  # for the rest of an accumulation; what remains is for the checkpoint
 
 
@@ -309,7 +313,11 @@ class ReportCallback(CheckpointCallback):
     def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
         self._is_due = False
         step = trainer.global_step
-        if self._context is None or step in _reported_steps(trainer):
+        if self._context is None:
+            return
+        if step in _reported_steps(trainer):
+            if step == 0:
+                rank_zero_warn(_NO_STEPS)
             return
         self.reported_step = step
         metrics = {**_numbers(trainer.callback_metrics), "epoch": trainer.current_epoch, "step": step}

@@ -297,6 +297,22 @@ def test_batches_without_an_optimizer_step_report_nothing_twice(store):
     assert committed(store) == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
+def test_an_epoch_without_a_step_that_lightning_counts_is_warned_of(store):
+    class Manual(Regression):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.optimizers(use_pl_optimizer=False).zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers(use_pl_optimizer=False).step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Attempt(store), model=Manual())
+    assert not committed(store)
+    assert any("nothing is reported, since trainer.global_step is 0: with manual" in str(it.message) for it in caught)
+
+
 def test_validating_alone_reports_nothing(store):
     attempt = Attempt(store)
     with as_rank(attempt.session()):
