@@ -1,6 +1,6 @@
 """`delete`: a run, or one of its checkpoints, for good."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -43,10 +43,21 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
         raise click.UsageError("--metric and --order are of a checkpoint, such as best: give its ID")
     store = open_run(storage, run) if checkpoint is None else open_training(storage, run)
     stores = [*(trials_of(store) if is_sweep(store) else ()), store]
-    for_each(stores, lambda each: check_not_live(each, "delete", has_ended=ended))
+
+    def check_none_live() -> None:
+        for_each(stores, lambda each: check_not_live(each, "delete", has_ended=ended))
+
+    def agrees(what: str) -> bool:
+        if not agrees_to_delete(what, yes=yes):
+            return False
+        if not yes:  # a training may have begun while the question waited
+            check_none_live()
+        return True
+
+    check_none_live()
     if checkpoint is not None:
-        return _delete_checkpoint(store, _find_checkpoint(store, checkpoint, metric, order), yes=yes)
-    return _delete_runs(stores, yes=yes)
+        return _delete_checkpoint(store, _find_checkpoint(store, checkpoint, metric, order), agrees)
+    return _delete_runs(stores, agrees)
 
 
 def _find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order: Any) -> Manifest:
@@ -63,16 +74,16 @@ def _find_checkpoint(store: CheckpointStore, text: str, metric: str | None, orde
     return Manifest(text, step_of(text), attempt_of(text), {}, files, 0, None, datetime.now(timezone.utc))
 
 
-def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, *, yes: bool) -> int:
+def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, agrees: Callable[[str], bool]) -> int:
     check_unpinned(store, store.pinned() & {manifest.id})
-    if not agrees_to_delete(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}", yes=yes):
+    if not agrees(f"checkpoint {manifest.id}, step {manifest.step}, {show_bytes(manifest.total_bytes)}"):
         return 1
     check_unpinned(store, delete_checkpoints(store, [manifest]))
     say(f"deleted {manifest.id}")
     return 0
 
 
-def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
+def _delete_runs(stores: Sequence[CheckpointStore], agrees: Callable[[str], bool]) -> int:
     """Delete a run, the last one, after those of its trials if it is a sweep; all are checked before the first is deleted."""
     *trials, store = stores
     # A trial that began from another's checkpoint, and failed, keeps that pinned: it may be started again.
@@ -89,7 +100,7 @@ def _delete_runs(stores: Sequence[CheckpointStore], *, yes: bool) -> int:
         raise BlockingIOError(f"a process of this machine reads a checkpoint of run {store.run!r}: end it first")
     checkpoints = show_count(sum(for_each(stores, lambda each: len(list(each.ids())))), "checkpoint")
     what = f"sweep {store.run} with {show_count(len(trials), 'trial')} and" if trials else f"run {store.run} with"
-    if not agrees_to_delete(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}", yes=yes):
+    if not agrees(f"{what} {checkpoints}, {show_bytes(sum(infos.values()))}"):
         return 1
     pins = tuple(each.layout.pins for each in trials)
     store.storage.delete([key for key in infos if key.startswith(pins) and key.endswith(of_trials)])

@@ -431,6 +431,21 @@ def test_a_checkpoint_is_deleted_also_the_latest(local, command, tmp_path):
     assert store.latest().step == 1
 
 
+@pytest.mark.parametrize("chosen", [[], ["latest"]])
+def test_what_is_trained_since_the_question_is_not_deleted(local, command, tmp_path, monkeypatch, chosen):
+    store = store_run(local, tmp_path / "scratch")
+
+    def answer(*_, **__):
+        claim_attempt(store, Owner.current(), world_size=1)
+        return True
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("click.confirm", answer)
+    code, _, err = command("delete", local, "run", *chosen)
+    assert (code, "run 'run' is being trained by process" in err) == (1, True)
+    assert len(store.list()) == 3
+
+
 def test_a_checkpoint_whose_manifest_is_damaged_is_deleted_by_its_whole_id(local, command, tmp_path):
     store = store_run(local, tmp_path / "scratch")
     first, foreign, _ = store.ids()
