@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from prefect import flow
@@ -12,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.storage.opening import open_storage
+from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
@@ -112,22 +114,25 @@ def _read_policies(
     storage: Storage, names: Sequence[str], *, must_exist: bool
 ) -> tuple[dict[str, RetentionPolicy], list[Exception]]:
     """Return the policies of the runs that can be pruned, and the errors of the others, which are logged."""
-    found: dict[str, RetentionPolicy] = {}
-    refused: list[Exception] = []
-    for name in names:
-        store = CheckpointStore.open(storage, name)
-        try:
-            status = read_status(store)
-            if status is not None:
-                found[name] = status.attempt.policy
-                if must_exist and is_sweep(store):
-                    listing = as_command("best", storage.url, name)
-                    get_run_logger().warning("run %r is a sweep: give its trials to prune, as %s names them", name, listing)
-            else:
-                if must_exist:
-                    check_begun(store)
-                get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
-        except (CheckpointError, PermissionError) as exc:
-            get_run_logger().error("run %r is not pruned: %s", name, exc)
-            refused.append(exc)
-    return found, refused
+    read = read_all(names, partial(_read_policy, storage, must_exist=must_exist))
+    found = {name: it for name, it in zip(names, read, strict=True) if isinstance(it, RetentionPolicy)}
+    return found, [it for it in read if isinstance(it, Exception)]
+
+
+def _read_policy(storage: Storage, name: str, *, must_exist: bool) -> RetentionPolicy | Exception | None:
+    """Return the policy of a run, or why it cannot be pruned, None if no attempt has begun it."""
+    store = CheckpointStore.open(storage, name)
+    try:
+        status = read_status(store)
+        if status is not None:
+            if must_exist and is_sweep(store):
+                listing = as_command("best", storage.url, name)
+                get_run_logger().warning("run %r is a sweep: give its trials to prune, as %s names them", name, listing)
+            return status.attempt.policy
+        if must_exist:
+            check_begun(store)
+        get_run_logger().warning("run %r is not pruned: no attempt has begun it", name)
+    except (CheckpointError, PermissionError) as exc:
+        get_run_logger().error("run %r is not pruned: %s", name, exc)
+        return exc
+    return None
