@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
 _CONNECT_S = 20.0
 _SILENT_S = 30.0
+_ASLEEP_S = 10.0  # a longer time between two heartbeats means that this process was stopped itself
 _POLL_S = 1.0
 _END_S = 10.0
 _MOST_UNREAD = 4  # batches of a rank's lines, of 64 KiB each, that the leader has not read yet: a rank that writes more waits
@@ -206,7 +207,10 @@ class Agent:
         return FORK_SERVERS.find(environment) if header["forks_ranks"] else None
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats, and close the connection when those of the leader stop."""
+        """Send heartbeats, and close the connection when those of the leader stop.
+
+        Time for which this process itself was stopped, perhaps together with its leader, does not count as silence.
+        """
         is_reported = False
         with suppress(LinkError):
             while not self._has_ended.is_set():
@@ -216,10 +220,13 @@ class Agent:
                 self._link.send_heartbeat()
                 if time.monotonic() - self._link.heard_s > _SILENT_S:
                     break
+                waits_s = time.monotonic()
                 if is_reported:
                     self._has_ended.wait(LINK_HEARTBEAT_S)
                 else:
                     self._terminated.wait(LINK_HEARTBEAT_S)
+                if (now_s := time.monotonic()) - waits_s > _ASLEEP_S:
+                    self._link.heard_s = now_s
         self._link.close()
 
 

@@ -9,11 +9,14 @@ import threading
 import time
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from types import SimpleNamespace
 
 import prefect_torch
 import pytest
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.gang.machine import agent as agent_module
 from prefect_torch.tasks.gang.machine import link as links
+from prefect_torch.tasks.gang.machine.agent import Agent
 from prefect_torch.tasks.gang.machine.agent_listener import AgentListener
 from prefect_torch.tasks.gang.machine.interface import interface_of
 from prefect_torch.tasks.gang.machine.link import Link, LinkError, greet_agent, greet_leader
@@ -226,6 +229,30 @@ def test_a_machine_is_lost_by_its_silence_but_not_by_our_own_sleep(greet):
     assert machine.lost.startswith("it has sent nothing for 10 s")
     with pytest.raises(LinkError):
         agent.receive()
+
+
+@pytest.mark.parametrize("is_terminated", [False, True])
+def test_an_agent_ends_by_the_silence_of_its_leader_but_not_by_its_own_sleep(monkeypatch, is_terminated):
+    """Both sleep where all containers of a training on one host are paused."""
+    waits_s, clock = [1.0, 1.0, 60.0, *[1.0] * 60], SimpleNamespace(now_s=0.0)
+
+    class Waited:
+        def is_set(self):
+            return False
+
+        def wait(self, timeout):
+            assert timeout == 1.0
+            clock.now_s += waits_s.pop(0)
+
+    link = SimpleNamespace(heard_s=0.0, send_heartbeat=lambda: None, send=lambda header: None, close=lambda: None)
+    sending = Agent(link, "127.0.0.1")
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    sending._has_ended = sending._terminated = Waited()
+    if is_terminated:
+        sending._terminated = threading.Event()
+        sending._terminated.set()
+    sending._send_heartbeats()
+    assert clock.now_s == 62.0 + 31.0
 
 
 def test_a_machine_that_was_sent_a_signal_says_so_and_is_not_lost(greet):
