@@ -13,10 +13,11 @@ from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.mounts import is_local
 from prefect_torch.ckpt.storage.machine.scratch import kernel_id
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
 
 from .folder import IDENTITY_PREFIX
 
-_LONGEST_WRITE_S = 10.0
+_LONGEST_WRITE_S = RetryPolicy().deadline_s  # the file server may be away in the middle of it, as one of a storage may
 
 
 def identity_of(directory: Path, report: str) -> str:
@@ -30,7 +31,7 @@ def identity_of(directory: Path, report: str) -> str:
 
     Raises:
         OSError: If the directory is gone, or nothing can be written to it.
-        TimeoutError: If a rank has created its token and not written it within ten seconds.
+        TimeoutError: If a rank has created its token and not written it within two minutes.
 
     """
     if is_local(directory):

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from crash_points import open_run
@@ -383,6 +384,25 @@ def test_a_token_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_may_be_written_as_late_as_a_storage_answers(tmp_path, monkeypatch):
+    """Its file server fails over in the middle of it."""
+    monkeypatch.setattr(mounts, "_OF_ONE_KERNEL", frozenset())
+    shared_directory._token_file(tmp_path, "5").touch()
+    now_s = 0.0
+
+    def sleep(_):
+        nonlocal now_s
+        now_s += 25.0
+        if now_s == 100.0:
+            shared_directory._token_file(tmp_path, "5").write_text("another rank's")
+
+    monkeypatch.setattr(shared_directory, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    assert shared_directory.identity_of(tmp_path, "5") == "another rank's"
+    shared_directory._token_file(tmp_path, "6").touch()
+    with pytest.raises(TimeoutError, match="stays empty"):
+        shared_directory.identity_of(tmp_path, "6")
 
 
 def test_a_single_rank_leaves_no_token(store, tmp_path, monkeypatch):
