@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.exceptions import ObjectNotFound
@@ -94,12 +95,15 @@ def is_unknown(flow_run_id: str) -> bool:
 
 @contextmanager
 def quick_client() -> Iterator[SyncPrefectClient]:
-    """Yield a client of Prefect's API that raises after one request without an answer within seconds."""
-    with (
-        without_retries(),
-        get_client(httpx_settings={"timeout": _LONGEST_REQUEST_S}, sync_client=True) as client,
-    ):
+    """Yield a client of Prefect's API that raises after one request without an answer within seconds, also in a maintenance."""
+    settings = {"timeout": _LONGEST_REQUEST_S, "event_hooks": {"response": [_forget_maintenance]}}
+    with without_retries(), get_client(httpx_settings=settings, sync_client=True) as client:
         yield client
+
+
+def _forget_maintenance(response: httpx.Response) -> None:
+    """Remove the header with which Prefect Cloud makes the client repeat a request until its maintenance has ended."""
+    response.headers.pop("Prefect-Maintenance", None)
 
 
 def has_own_process(subflow_run: FlowRun) -> bool:

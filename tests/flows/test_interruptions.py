@@ -18,6 +18,7 @@ from uuid import UUID
 import httpx
 import pytest
 from forked_programs import Popen
+from http_proxy import Response, proxied
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.actions import WorkPoolCreate
@@ -25,7 +26,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import api_that_answers, wait_until
@@ -463,6 +464,23 @@ def test_what_a_cancelled_flow_has_called_is_cancelled(client):
     with api_that_answers(200, b"<html>under maintenance</html>"):
         assert not is_being_cancelled(str(begun[0]))
         assert not is_unknown(str(begun[0]))
+
+
+def test_a_terminated_training_does_not_wait_for_the_end_of_a_maintenance(prefect_server, client):
+    """Prefect's client repeats requests until then, without a limit, and the ranks were killed meanwhile."""
+    refused = []
+
+    def refuse(method: str, path: str, response: Response) -> Response:
+        if "/flow_runs/" not in path or len(refused) == 3:
+            return response
+        refused.append(f"{method} {path}")
+        return Response(503, b"{}", {"Prefect-Maintenance": "true", "Retry-After": "0"})
+
+    this = client.create_flow_run(flow(lambda: None, name="maintained"), state=Cancelling())
+    with proxied(prefect_server.url) as proxy, temporary_settings({PREFECT_API_URL: f"{proxy.endpoint}/api"}):
+        proxy.change = refuse
+        assert not is_being_cancelled(str(this.id))
+        assert len(refused) == 1
 
 
 def test_a_flow_run_of_a_deployment_goes_on_without_the_flow_that_has_started_it(client, pool):
