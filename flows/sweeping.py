@@ -10,7 +10,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
-from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
@@ -228,6 +228,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             keeps_left_runs=training.checkpoint.num_to_keep is None,
         )
         check_lead = partial(check_fence, run, claimed.number)
+        renewal = ClaimRenewal(run, claimed.number)
         before = dict(searched.trials)
         check_lead()  # the journal may have been read for minutes, and another flow run leads the sweep by now
         remove_lost_pin(run, before.values())
@@ -238,7 +239,9 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
         check_lead()  # so may have been each request to Prefect
         left.record_expected_questions()
 
-        def check_before_trial() -> None:
+        def check_now_and_then() -> None:
+            if renewal.is_due:  # also where trials run for weeks without an entry in the journal
+                renewal.renew()
             check_lead()
             left.cancel_again()
 
@@ -259,7 +262,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             if begun.is_fresh:
                 store_definition(run, begun.definition)
             with _termination_recorded(run, claimed, training, termination):  # before the page: a worker may kill it soon
-                termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_before_trial))
+                termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_now_and_then))
         left.cancel_again()
         if before and searched.trials == before:
             get_run_logger().warning("%s", _nothing_left(search, searched))

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import MalformedRecordError
-from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence
+from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.parts.merging import Merging
 from prefect_torch.ckpt.runs.run import Run
@@ -59,7 +59,6 @@ class Journal:
         self._run = run
         self._attempt = attempt
         self._next = entries
-        self._claim = ClaimRenewal(run, attempt)
         self._parts: list[Part] = []  # of this attempt, not merged yet
         self._lines: list[bytes] = []
         self._merging = Merging(run.storage, f"the journal of sweep {run.name!r}")
@@ -72,8 +71,6 @@ class Journal:
             StorageError: If the storage fails, also if only the merge with earlier entries does, after this one was stored.
 
         """
-        if self._claim.is_due:
-            self._claim.renew()
         check_fence(self._run, self._attempt)
         line = seal({"format": FORMAT_VERSION, "number": self._next, "attempt": self._attempt, "entry": to_json(entry)})
         part = self._part(self._next, 1)

@@ -1,7 +1,6 @@
 """The journal of a sweep, with crashes at every storage operation, and two writers."""
 
 import json
-import os
 import re
 
 import pytest
@@ -12,7 +11,6 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.ckpt.storage.retry import RetryingStorage
@@ -43,18 +41,6 @@ def small(monkeypatch):
 
 def numbers(run) -> list[int]:
     return [entry["n"] for entry in read_journal(run) if "n" in entry]
-
-
-def test_the_claim_of_a_sweep_is_renewed_each_day(tmp_path, monkeypatch):
-    run = sweep_in(LocalStorage(tmp_path))
-    journal = lead(run)
-    (claim,) = (tmp_path / "sweep/attempts").iterdir()
-    os.utime(claim, (0, 0))
-    journal.append({"n": 0})
-    assert claim.stat().st_mtime == 0
-    monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.claims._RENEWED_AFTER_S", 0)
-    journal.append({"n": 1})
-    assert claim.stat().st_mtime > 0
 
 
 def test_entries_stay_in_order_and_few_objects(small):

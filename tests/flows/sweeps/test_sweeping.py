@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -28,6 +29,7 @@ from prefect.states import Cancelling, Crashed
 from prefect_servers import rows, wait_until
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, Manifest, RunBusyError, StorageError
 from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionPoints
+from prefect_torch.ckpt.runs.attempts import claims
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -64,7 +66,7 @@ from prefect_torch.flows.sweeps import beginning, trial_storage, unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
-from prefect_torch.flows.sweeps.journal.journal import list_parts
+from prefect_torch.flows.sweeps.journal.journal import Journal, list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.journal.stored_trials import read_trials, runs_without_entries
 from prefect_torch.flows.sweeps.search import Search
@@ -545,6 +547,29 @@ def test_a_trial_that_waits_to_be_started_again_ends_with_its_sweep(run, monkeyp
             failure=FailureConfig(retry_delay_s=3600),
         )
     assert taken
+
+
+def test_the_claim_of_a_sweep_is_renewed_each_day_also_while_its_journal_gets_no_entry(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(leading, "_CHECK_S", 0.0)
+    monkeypatch.setattr(claims, "_RENEWED_AFTER_S", 0)
+    ages_s, appended, append, take_ended = [], [], Journal.append, LocalTrials.take_ended
+
+    def note(self, entry):
+        appended.append(entry)
+        append(self, entry)
+
+    def age(self, timeout_s):
+        (claim,) = (tmp_path / run.name / "attempts").iterdir()
+        ages_s.append((len(appended), claim.stat().st_mtime))
+        os.utime(claim, (0, 0))
+        return take_ended(self, timeout_s)
+
+    monkeypatch.setattr(Journal, "append", note)
+    monkeypatch.setattr(LocalTrials, "take_ended", age)
+    sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, {"epochs": 20, "pause_s": 0.1}, search(num_trials=1), run=run)
+    (num_before, _), (num_entries, changed_s), *_ = ages_s
+    assert num_entries == num_before
+    assert changed_s > 0
 
 
 OVERTAKEN_AT = [(beginning, "read_known_trials"), (beginning, "settle_definition"), (LeftTrials, "cancel_former")]
