@@ -175,14 +175,14 @@ class Termination:
 
     def _wait_for(self, thread: "_Work[T]") -> None:
         try:
+            self._heed_switch()  # set during the delay before another attempt: that must not begin
             thread.start()
             pause_s = _FIRST_POLL_S
             # No lock here: an exception while it is acquired would leave it locked.
             while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
                 time.sleep(pause_s)
                 pause_s = min(1.05 * pause_s, _POLL_S)  # a short piece of work is not prolonged by more than a twentieth
-                if self._switch.cause is not None and self.cause is None:
-                    self.request(self._switch.cause)
+                self._heed_switch()
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:
@@ -191,6 +191,10 @@ class Termination:
         except BaseException as exc:  # such as a limit of the user's own, by SIGALRM: nobody waits, but ranks have the grace
             self.request(exc)
             raise
+
+    def _heed_switch(self) -> None:
+        if self._switch.cause is not None and self.cause is None:
+            self.request(self._switch.cause)
 
 
 class _Work(Generic[T]):

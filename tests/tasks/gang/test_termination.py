@@ -10,7 +10,7 @@ import pytest
 from prefect._internal.concurrency.cancellation import CancelledError, WatcherThreadCancelScope
 from prefect.exceptions import TerminationSignal
 from prefect_torch.tasks.gang import termination as termination_module
-from prefect_torch.tasks.gang.termination import TERMINATIONS, TerminatedError, Termination
+from prefect_torch.tasks.gang.termination import TERMINATIONS, TerminatedError, Termination, TerminationSwitch
 
 
 def throw(kind, thread):
@@ -68,6 +68,17 @@ def test_a_sleep_lasts_until_termination_is_requested():
     for _ in range(2):
         with pytest.raises(TerminatedError):
             termination.sleep(3600)
+
+
+def test_what_was_requested_before_the_work_begins_is_known_to_it():
+    """As of an await that was cancelled during the delay before another attempt, which was begun, and recorded."""
+    switch, seen = TerminationSwitch(), []
+    with switch.governs():
+        termination = Termination(grace_s=30)
+    switch.cause = CancelledError()
+    with pytest.raises(CancelledError):
+        termination.outlast(lambda: seen.append(termination.is_requested))
+    assert seen == [True]
 
 
 def test_an_exception_that_requests_nothing_leaves_the_work_no_more_than_the_grace():
