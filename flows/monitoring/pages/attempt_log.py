@@ -105,7 +105,7 @@ class AttemptLog:
         last_step: The step of the last report; None without reports.
         stepping_s: The seconds between these two reports.
         checkpoints: The report times of its checkpoints, and how long they stalled the training.
-        ranks: The URL of each rank's task run; empty if this process has not started the ranks.
+        ranks: The URL of each rank's task run; empty if this process has not started the ranks, and for older attempts.
 
     """
 

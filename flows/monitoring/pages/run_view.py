@@ -28,6 +28,8 @@ from prefect_torch.tasks.training.observers import (
 from .attempt_log import AttemptLog
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
+MAX_LINKED_ATTEMPTS = 5  # the newest ones, whose ranks are known
+
 
 class RunView:
     """Attempts, metrics and checkpoints of a run, in bounded memory and without requests while the training runs.
@@ -85,6 +87,8 @@ class RunView:
                 self._rate = None
             case RanksStarted(number, task_runs):
                 self._logs[number].ranks = {rank: page_url("task-run", it) for rank, it in task_runs.items()}
+                for log in self.logs[:-MAX_LINKED_ATTEMPTS]:
+                    log.ranks = {}
             case ReportEvent(record, progress):
                 self._record_report(record)
                 if progress is not None:

@@ -15,11 +15,10 @@ from prefect_torch.flows.monitoring.text import fold_code, plain_text, shorten, 
 
 from .attempt_log import AttemptLog, position_of, resume_points
 from .goodput import TimeSpent, time_spent
-from .run_view import RunView
+from .run_view import MAX_LINKED_ATTEMPTS, RunView
 from .setup import Setup, restart_line, write_setup, write_use
 
 _MAX_ATTEMPTS = 20
-_MAX_LINKED_ATTEMPTS = 5
 _MAX_LINKED_RANKS = 16
 _LONGEST_ERROR = 2000
 _MANY_METRICS = 12
@@ -222,7 +221,7 @@ def _log_links(context: SummaryContext) -> Iterator[str]:
     attempts = sorted({*context.ranks, *context.flow_runs}, reverse=True)
     if attempts:
         yield from ("## Logs", "")
-    for attempt in attempts[:_MAX_LINKED_ATTEMPTS]:
+    for attempt in attempts[:MAX_LINKED_ATTEMPTS]:
         ranks = context.ranks.get(attempt, {})
         links = [f"[rank {rank}]({url})" for rank, url in list(ranks.items())[:_MAX_LINKED_RANKS]]
         more = [show_count(len(ranks) - len(links), "more rank")] if len(ranks) > len(links) else []

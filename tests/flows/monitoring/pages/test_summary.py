@@ -201,6 +201,11 @@ def test_an_error_is_folded_to_the_width_of_a_block_of_code(store):
     assert '  File "/home/ada/my_training.py", line 7, in train_fn' in lines
 
 
+def test_the_ranks_of_the_attempts_with_links_are_held(store):
+    started = [event for it in range(1, 9) for event in (AttemptStarted(claim(it), None), RanksStarted(it, {0: UUID(int=it)}))]
+    assert [log.number for log in view_of(store, *started).logs if log.ranks] == [4, 5, 6, 7, 8]
+
+
 def test_a_link_has_no_login():
     with temporary_settings({PREFECT_UI_URL: "https://user:secret@host/prefect"}):
         assert page_url("flow-run", UUID(int=1)) == f"https://host/prefect/runs/flow-run/{UUID(int=1)}"
