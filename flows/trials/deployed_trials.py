@@ -198,6 +198,7 @@ class DeployedTrials:
         run = f"{self._sweep.name}/{name}"
         for trial in tuple(self._search.trials.values()):
             if run in (trial.run, *trial.earlier_runs):
+                self._check_lead()  # a decision by this history alone may be wrong of a trial that the next leader has resumed
                 return TrialDecisions(self._search, self._sweep, trial.number, run)
         return None
 

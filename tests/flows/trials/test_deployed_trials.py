@@ -633,6 +633,17 @@ def test_a_flow_run_whose_machine_vanished_before_its_claim_is_crashed(api, tmp_
     assert (seen, len(crashed)) == (is_lost, int(is_lost))
 
 
+def test_a_sweep_that_was_overtaken_answers_no_trial(api, trials, tmp_path):
+    led = Run.open(str(tmp_path), "sweep")
+    claim_attempt(led, Owner.current("the next"), world_size=0)
+    trials._search = SimpleNamespace(trials={0: replace(TRIAL, state="paused")})  # which the next leader has resumed
+    trials._running = {1: (replace(TRIAL, number=1), api.flow_run.id)}
+    led.put_json(led.layout.asked(f"{TRIAL.run.rpartition('/')[2]}-0123abcd"), {"points": True})
+    with pytest.raises(FencedError):
+        trials.take_ended(0.0)
+    assert led.keys(led.layout.all_answered) == []
+
+
 def test_a_sweep_that_was_overtaken_starts_nothing(api, trials, tmp_path, monkeypatch):
     monkeypatch.setattr(deployed_trials, "run_deployment", lambda **_: pytest.fail("it has started a flow run"))
     claim_attempt(Run.open(str(tmp_path), "sweep"), Owner.current("the next"), world_size=0)
