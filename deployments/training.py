@@ -75,7 +75,8 @@ def make_deployment(
 
     Raises:
         ValueError: If the storage is an unsaved block, the function is not at the top level of a module or a file,
-            `resume_from` is no committed checkpoint, or Prefect's API would change a value of the config.
+            `resume_from` is no committed checkpoint, or a URL that contains a password, or Prefect's API would change a value
+            of the config.
 
     """
     if config is not None:

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.checkpoint import split_path
 from prefect_torch.ckpt.runs.layout import check_run_name, is_run_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.storage.opening import parse_storage
-from prefect_torch.ckpt.storage.specs.location import canonical
+from prefect_torch.ckpt.storage.specs.location import canonical, refuse_password
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, restarted_before
 from prefect_torch.flows.run_names import digest_of
@@ -139,10 +139,11 @@ def name_checkpoint(given: str | Path | Checkpoint) -> str:
     """Return the text that means the same checkpoint as `given`.
 
     Raises:
-        ValueError: If `given` is no committed checkpoint.
+        ValueError: If `given` is no committed checkpoint, or a URL that contains a password.
 
     """
     if isinstance(given, str):
+        refuse_password(given)
         return given
     if isinstance(given, Path):
         return str(given.absolute())

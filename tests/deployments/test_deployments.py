@@ -92,6 +92,8 @@ def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
         )
     with pytest.raises(ValueError, match="give a committed checkpoint, its path or URL, or 'run/id'"):
         make_deployment("tuned", "my_training:train_fn", resume_from=Checkpoint.from_directory(tmp_path))
+    with pytest.raises(ValueError, match="the sftp:// URL holds credentials, which Prefect stores"):
+        make_deployment("tuned", "my_training:train_fn", resume_from=f"sftp://me:s3cr3t@host/base/{manifest.id}")
 
 
 @pytest.mark.parametrize("cluster", [Hosts(["gpu1"]), SlurmCluster()], ids=lambda cluster: cluster.kind)
