@@ -13,6 +13,7 @@ from prefect_torch.ckpt.errors import CommitFailedError, FencedError, StorageErr
 from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.manifest import FileEntry, attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.plan import WriteItem
@@ -200,11 +201,12 @@ def decode_parts(messages: Sequence[bytes]) -> list[RankPart]:
 
     """
     parts, errors = [], {}
-    for rank, message in enumerate(messages):
-        try:
-            parts.append(RankPart.decode(message, rank))
-        except CommitFailedError as exc:
-            errors[rank] = exc
+    with no_collection():  # of several objects for each tensor and rank
+        for rank, message in enumerate(messages):
+            try:
+                parts.append(RankPart.decode(message, rank))
+            except CommitFailedError as exc:
+                errors[rank] = exc
     if errors:
         first = errors[min(errors)]
         first.ranks = tuple(errors)

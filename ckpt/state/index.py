@@ -189,7 +189,7 @@ class StateIndex:
 
     def encode(self) -> bytes:
         """Return strict JSON."""
-        return json.dumps(self.fields(), allow_nan=False, separators=(",", ":")).encode()
+        return _encode(self.fields(), levels=2).encode()
 
     @classmethod
     def merged(cls, parts: Sequence[Mapping[str, Any] | None]) -> "StateIndex":
@@ -274,6 +274,13 @@ class StateIndex:
             value = self.values.get(name)
             if name not in self.tensors and (value is None or value.tensor is None):
                 raise ValueError(f"{reprlib.repr(name)} is listed as an array, but is no tensor")
+
+
+def _encode(value: object, levels: int) -> str:
+    """Return JSON; other threads run after each entry of the outer dicts, whereas `json.dumps` of all holds the interpreter."""
+    if levels and isinstance(value, dict):
+        return f"{{{','.join(f'{_encode(key, 0)}:{_encode(item, levels - 1)}' for key, item in value.items())}}}"
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def _check_shape(name: str, dtype: str, shape: Sequence[int]) -> None:

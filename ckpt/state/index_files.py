@@ -1,10 +1,13 @@
 """The two index files of a stored state: our own, and the one that torch.distributed.checkpoint reads."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from prefect_torch.ckpt.runs.bulk import no_collection
 from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.storage.parallel import for_each
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -18,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .index import DCP_METADATA_FILE, INDEX_FILE, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
+from .index import DCP_METADATA_FILE, INDEX_FILE, Counts, StateIndex, TensorEntry, ValueEntry, rank_name, rank_of
 from .plan import Step
 from .save import Put
 
@@ -31,18 +34,21 @@ def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[Fil
         put: Stores a file.
 
     """
-    index = StateIndex.merged(parts)
-    files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
+    with no_collection():  # of several objects for each tensor and rank
+        index = StateIndex.merged(parts)
+        files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
+        del index
     moved = for_each(files.items(), lambda file: put(file[0], [memoryview(file[1])]))
     return [FileEntry(path, sent.bytes, sent.digest, 0) for path, sent in zip(files, moved, strict=True)]
 
 
 def dcp_metadata(index: StateIndex) -> bytes:
     """Return the `.metadata` with which FileSystemReader finds every entry of `index` in our files."""
+    size_of = cache(torch.Size)  # the pickle has each equal size once
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, entry in index.tensors.items():
-        described[name] = _tensor(entry)
+        described[name] = _tensor(entry, size_of)
         for chunk in entry.chunks:
             stored[MetadataIndex(name, chunk.offsets)] = _StorageInfo(chunk.file, *chunk.archive)
     for name, value in index.values.items():
@@ -50,11 +56,22 @@ def dcp_metadata(index: StateIndex) -> bytes:
         at = None if value.tensor is None else (0,) * len(value.tensor[1])
         stored[MetadataIndex(name, at)] = _StorageInfo(value.file, value.start, value.bytes)
     paths = {name: _path(name, path) for name, path in index.paths()}
-    return pickle.dumps(Metadata(described, paths, stored, StorageMeta(), CURRENT_DCP_VERSION))
+    return _pickled(Metadata(described, paths, stored, StorageMeta(), CURRENT_DCP_VERSION))
 
 
-def _tensor(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+def _pickled(value: object) -> bytes:
+    """Return a pickle; other threads run after each 64 KiB, whereas `pickle.dumps` holds the interpreter for all of it."""
+    pieces: list[bytes] = []
+
+    def write(piece: bytes) -> None:  # not `pieces.append`, which lets no other thread run
+        pieces.append(piece)
+
+    pickle.Pickler(SimpleNamespace(write=write)).dump(value)
+    return b"".join(pieces)
+
+
+def _tensor(entry: TensorEntry, size_of: Callable[[Counts], torch.Size]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(size_of(chunk.offsets), size_of(chunk.sizes)) for chunk in entry.chunks]
     return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
 
 
