@@ -4,13 +4,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import islice, takewhile
 
 import click
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
-from prefect_torch.ckpt.runs.metrics import flatten_metrics
+from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.parts.metric_chunks import Chunk, read_records
 from prefect_torch.ckpt.text import show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
@@ -90,6 +91,33 @@ class Watcher:
 
 
 @dataclass(slots=True)
+class MetricLines:
+    """The metrics of a history that grows, as lines; each of its records is looked at once."""
+
+    _values: dict[str, list[float]] = field(default_factory=dict)
+    _last: dict[str, MetricValue] = field(default_factory=dict)
+    _num_added: int = 0
+
+    def add(self, history: Sequence[MetricRecord]) -> None:
+        """Add the records that have come since the call before."""
+        for record in history[self._num_added :]:
+            for name, value in flatten_metrics(record.metrics):
+                self._values.setdefault(name, []).append(as_number(value))
+                self._last[name] = value
+        self._num_added = len(history)
+
+    def shown(self, width: int) -> Iterator[str]:
+        """Yield a line for each of the first metrics, and one for the number of the others."""
+        shown = list(self._values)[:_SHOWN_METRICS]
+        names = max((len(plain(name)) for name in shown), default=0)
+        curve_width = max(1, min(_CURVE_WIDTH, width - names - 16))
+        for name in shown:
+            yield f"{plain(name):<{names}}  {show_metric(self._last[name]):>12}  {sparkline(self._values[name], curve_width)}"
+        if len(self._values) > len(shown):
+            yield f"and {show_count(len(self._values) - len(shown), 'more metric')}"
+
+
+@dataclass(slots=True)
 class Settling:
     """Decides when the end of an attempt is that of its training.
 
@@ -140,11 +168,12 @@ def watch(storage: str, run: str, every: float, settle: float, once: bool) -> in
     if not shown.is_terminal:
         view = _print_news(watcher, view, settling, every, once=once)
     else:
-        with Live(_picture(run, view, shown.width), console=shown, auto_refresh=False) as live:
+        metrics = MetricLines()
+        with Live(_picture(run, view, metrics, shown.width), console=shown, auto_refresh=False) as live:
             while not once and not settling.has_ended(view):
                 time.sleep(every)
                 view = watcher.look_again(view)
-                live.update(_picture(run, view, shown.width), refresh=True)
+                live.update(_picture(run, view, metrics, shown.width), refresh=True)
     return 0 if view.state == "completed" or (once and not view.is_ended) else 1
 
 
@@ -175,10 +204,11 @@ def _values(record: MetricRecord) -> str:
     return ", ".join(f"{name}={show_metric(value)}" for name, value in flatten_metrics(record.metrics))
 
 
-def _picture(run: str, view: View, width: int) -> Table:
+def _picture(run: str, view: View, metrics: MetricLines, width: int) -> Table:
+    metrics.add(view.history)
     picture = Table.grid()
     picture.add_row(_headline(run, view))
-    for line in (_speed(view), *_metric_lines(view, width), "", *_checkpoint_lines(view)):
+    for line in (_speed(view), *metrics.shown(width), "", *_checkpoint_lines(view)):
         picture.add_row(Text(line, overflow="ellipsis", no_wrap=True))
     return picture
 
@@ -205,29 +235,14 @@ def _speed(view: View) -> str:
 
 def steps_per_s(history: Sequence[MetricRecord]) -> float | None:
     """Return the speed over the newest reports of the last attempt; None if they do not show one."""
-    reports = [record for record in history if record.attempt == history[-1].attempt and not record.is_logged][-_SPEED_REPORTS:]
+    newest_attempt = takewhile(lambda record: record.attempt == history[-1].attempt, reversed(history))
+    reports = list(islice((record for record in newest_attempt if not record.is_logged), _SPEED_REPORTS))[::-1]
     took_s = (_time(reports[-1]) - _time(reports[0])).total_seconds() if reports else 0.0
     return (reports[-1].step - reports[0].step) / took_s if took_s > 0 else None
 
 
 def _time(record: MetricRecord) -> datetime:
     return datetime.fromisoformat(record.reported_at)
-
-
-def _metric_lines(view: View, width: int) -> Iterator[str]:
-    curves: dict[str, list[float]] = {}
-    last: dict[str, str] = {}
-    for record in view.history:
-        for name, value in flatten_metrics(record.metrics):
-            curves.setdefault(name, []).append(as_number(value))
-            last[name] = show_metric(value)
-    shown = list(curves)[:_SHOWN_METRICS]
-    names = max((len(plain(name)) for name in shown), default=0)
-    curve_width = max(1, min(_CURVE_WIDTH, width - names - 16))
-    for name in shown:
-        yield f"{plain(name):<{names}}  {last[name]:>12}  {sparkline(curves[name], curve_width)}"
-    if len(curves) > len(shown):
-        yield f"and {show_count(len(curves) - len(shown), 'more metric')}"
 
 
 def _checkpoint_lines(view: View) -> Iterator[str]:

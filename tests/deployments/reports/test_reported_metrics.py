@@ -16,9 +16,10 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
+from prefect_torch.ckpt.runs.metrics import flatten_metrics
 from prefect_torch.deployments.command_line.reports import watch_command
 from prefect_torch.deployments.command_line.reports.sparkline import sparkline
-from prefect_torch.deployments.command_line.reports.watch_command import Watcher, news, steps_per_s
+from prefect_torch.deployments.command_line.reports.watch_command import MetricLines, Watcher, news, steps_per_s
 from rich.console import Console
 from stored_runs import store_run
 
@@ -230,11 +231,24 @@ def test_the_picture_fits_any_width(local, tmp_path):
     view = Watcher(store_run(local, tmp_path / "scratch", ending=None)).look()
     for width in (40, 80, 200):
         console = Console(width=width, file=io.StringIO())
-        console.print(watch_command._picture("run", view, width))
+        console.print(watch_command._picture("run", view, MetricLines(), width))
         shown = console.file.getvalue().splitlines()
         assert max(map(len, shown)) <= width
         assert any("loss" in line for line in shown)
         assert any("3 checkpoints" in line for line in shown)
+
+
+def test_each_record_is_looked_at_once_for_all_pictures(monkeypatch):
+    """Each look went through the whole history: a core of the machine for one of a million records."""
+    flattened = []
+    monkeypatch.setattr(watch_command, "flatten_metrics", lambda it: flattened.append(it) or flatten_metrics(it))
+    lines = MetricLines()
+    for count in (1, 3, 3):
+        view = watch_command.View(None, [record(step, loss=3 - step, acc=step) for step in range(count)], ())
+        console = Console(width=80, file=io.StringIO())
+        console.print(watch_command._picture("run", view, lines, 80))
+    assert flattened == [{"loss": 3 - step, "acc": step} for step in range(3)]
+    assert re.search(r"^loss +1 +\S{3} *\nacc +2 +\S{3} *$", console.file.getvalue(), re.MULTILINE)
 
 
 def test_news_are_each_told_once():
@@ -257,5 +271,5 @@ def test_the_step_and_the_speed_are_those_of_reports_not_of_a_logger():
         replace(record(999, 19), is_logged=True),
     ]
     console = Console(width=80, file=io.StringIO())
-    console.print(watch_command._picture("run", watch_command.View(None, history, ()), 80))
+    console.print(watch_command._picture("run", watch_command.View(None, history, ()), MetricLines(), 80))
     assert re.search(r"^step 1, .* ago, 0\.1 steps/s *$", console.file.getvalue(), re.MULTILINE)
