@@ -24,6 +24,7 @@ from .parts.metric_chunks import CHUNK_RECORDS, Chunk, encode_line, join_lines, 
 
 CHUNK_AGE_S = 2.0
 MOST_PARTS = 32
+MOST_BYTES = 4 * 2**20  # after which a new object begins: each merge stores all of it again
 _COLUMNS = itemgetter("attempt", "step", "metrics", "checkpoint", "reported_at", "is_logged")
 _NO_TAGS = {int, float, bool, type(None)}  # values of these types cannot be the content of a tag
 
@@ -75,8 +76,8 @@ class HistoryWriter:
     """Stores an attempt's records in chunks; one thread may append while another flushes.
 
     No object is overwritten, since that is not atomic on every storage: each flush stores a small object of its own.
-    When these are many, or hold a thousand records, one object replaces them, and is read back before they are deleted.
-    So a run that reports for weeks has an object per thousand reports, and 32 others at most.
+    When these are many, or hold a thousand records or 4 MiB, one object replaces them, and is read back before they are
+    deleted. So a run that reports for weeks has an object per thousand reports or 4 MiB, and 32 others at most.
 
     Args:
         run: The run.
@@ -93,7 +94,7 @@ class HistoryWriter:
         self._run = run
         self._attempt = attempt
         self._first = 0  # the number of the first of `_lines`
-        self._lines: list[bytes] = []  # stored lines that are not yet merged into a chunk of a thousand
+        self._lines: list[bytes] = []  # stored lines that are not yet merged into a full chunk
         self._parts: dict[Chunk, bool] = {}  # each part, and whether it certainly exists: after an error it may exist or not
         self._merging = Merging(run.storage, f"the metric history of run {run.name!r}")
         self._pending: list[MetricRecord] = []
@@ -134,7 +135,7 @@ class HistoryWriter:
 
     @property
     def _is_full(self) -> bool:
-        return len(self._lines) == CHUNK_RECORDS
+        return len(self._lines) == CHUNK_RECORDS or sum(map(len, self._lines)) >= MOST_BYTES
 
     def _store_some(self, most: int) -> int:
         taken = self._pending[: min(most, CHUNK_RECORDS - len(self._lines))]
@@ -161,7 +162,7 @@ class HistoryWriter:
             self._merging.replace(parts, whole.key, join_lines(self._lines), is_stored=is_stored)
             self._parts = {whole: True}
         if self._is_full:
-            self._first, self._lines, self._parts = self._first + CHUNK_RECORDS, [], {}
+            self._first, self._lines, self._parts = self._first + len(self._lines), [], {}
         self._merging.delete_replaced()
 
 

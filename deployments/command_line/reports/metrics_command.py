@@ -34,7 +34,7 @@ def metrics(storage: str, run: str, names: tuple[str, ...], last: int | None, as
     """Print the metrics that a run has reported.
 
     Without METRIC, a line with the curve of each metric; with names, "a/b" for a nested one, the newest reports. Costs reading
-    the whole history of metrics, an object per thousand reports. CSV and JSON have every report, or the --last ones.
+    the whole history of metrics, an object per thousand reports or 4 MiB. CSV and JSON have every report, or the --last ones.
     CSV has only the METRICs, if any are given; JSON has all.
 
     \b

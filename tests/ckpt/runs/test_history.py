@@ -65,7 +65,9 @@ def write(store, count: int, per_flush: int = 1) -> HistoryWriter:
     return writer
 
 
-def test_a_crash_at_any_operation_loses_and_doubles_no_record(small_chunks):
+@pytest.mark.parametrize("most_bytes", [2**22, 900])  # of five lines
+def test_a_crash_at_any_operation_loses_and_doubles_no_record(small_chunks, most_bytes, monkeypatch):
+    monkeypatch.setattr(history_module, "MOST_BYTES", most_bytes)
     stored: dict[int, HistoryWriter] = {}
 
     def run_writer(faulty):
@@ -88,7 +90,9 @@ def test_a_crash_at_any_operation_loses_and_doubles_no_record(small_chunks):
 
 
 @pytest.mark.parametrize("way", [{}, {"after": True}, {"torn": True}], ids=["before", "after", "torn"])
-def test_an_error_at_any_operation_is_made_up_for(small_chunks, way):
+@pytest.mark.parametrize("most_bytes", [2**22, 900])
+def test_an_error_at_any_operation_is_made_up_for(small_chunks, way, most_bytes, monkeypatch):
+    monkeypatch.setattr(history_module, "MOST_BYTES", most_bytes)
     verbs: Counter[str] = Counter()
     for number in range(1, 200):
         faulty = FaultyStorage(MemoryStorage(), number, error=StorageError("no answer"), **way)
@@ -124,6 +128,23 @@ def test_weeks_of_reports_are_an_object_per_thousand_and_few_others(store):
     writer.close()
     assert len(chunks(store)) == 5
     assert steps(store) == list(range(4321))
+
+
+def test_long_reports_are_stored_again_with_few_others(store, monkeypatch):
+    """Each merge stored up to a thousand again: 18 times the bytes of a history of reports with a thousand metrics."""
+    monkeypatch.setattr(history_module, "MOST_BYTES", 80 * len(encode_line(100, fields_of(record(100)))))
+    num_bytes, put = 0, store.storage.put_bytes
+
+    def counted(key, data):
+        nonlocal num_bytes
+        num_bytes += len(data)
+        put(key, data)
+
+    store.storage.put_bytes = counted
+    write(store, 1000).close()
+    assert num_bytes < 4 * sum(info.bytes for info in store.storage.list(store.layout.metrics))
+    assert 12 <= len(chunks(store)) <= 14
+    assert steps(store) == list(range(1000))
 
 
 def test_no_object_of_the_history_is_written_twice(store, small_chunks):
