@@ -171,11 +171,14 @@ class _Cancellation:
 
     @contextmanager
     def is_recorded(self, termination: Termination) -> Iterator[None]:
-        """Set the cancelled flow runs to Cancelled at the end of the process, if the cancellation terminates the body."""
+        """Set the cancelled flow runs to Cancelled at the end of the process, unless another one terminates the body.
+
+        Also if that has ended before the cancellation could terminate it: from Cancelling, Prefect refuses Completed.
+        """
         try:
             yield
         finally:
-            if termination.cause is self._cause:
+            if termination.cause in (None, self._cause):
                 for flow_run_id in self._cancelled:
                     atexit.register(_record_cancelled, flow_run_id)
 
@@ -183,7 +186,7 @@ class _Cancellation:
 def _record_cancelled(flow_run_id: UUID) -> None:
     """Set a flow run that was cancelled to Cancelled at the end of its process, so that no automation runs it again.
 
-    Prefect's engine ends it as Crashed, or as Failed where it waits for the task of a training.
+    Prefect's engine ends it as Crashed, as Failed where it waits for the task of a training, or not at all.
     """
     with suppress(PrefectException, *NO_ANSWER), without_retries(), get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state

@@ -65,7 +65,7 @@ from prefect_torch.tasks.gang import termination as termination_module
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
-from prefect_torch.tasks.training import backoff, outcomes, recorder, workers_task
+from prefect_torch.tasks.training import backoff, liveness, outcomes, recorder, workers_task
 from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
@@ -432,6 +432,37 @@ def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monke
     with pytest.raises(CancelledInPrefect):
         cancelled()
     assert client.read_flow_run(begun[0]).state.is_crashed()  # by Prefect's engine; an automation would run it again
+    ((record, *which),) = at_exit
+    record(*which)
+    assert client.read_flow_run(begun[0]).state.is_cancelled()
+
+
+def test_a_flow_run_whose_work_ends_as_it_is_cancelled_does_not_stay_cancelling(client, monkeypatch):
+    """Prefect refuses to complete it, and where nobody ended its process, nobody else records the cancellation."""
+    at_exit, answers = [], []
+    second = threading.Event()  # the first answer is remembered by then
+
+    def is_cancellation(state):
+        answers.append(is_so := liveness.is_cancellation(state))
+        if answers.count(True) == 2:
+            second.set()
+        return is_so
+
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
+    monkeypatch.setattr(interruptions, "is_cancellation", is_cancellation)
+    monkeypatch.setattr(interruptions, "atexit", SimpleNamespace(register=lambda *call: at_exit.append(call)))
+
+    @flow
+    def cancelled():
+        begun.append(UUID(flow_run.id))
+        client.set_flow_run_state(begun[0], Cancelling(), force=True)
+        termination = Termination(30)
+        with cancellable(termination):
+            termination.outlast(lambda: second.wait(60))
+
+    begun = []
+    cancelled(return_state=True)
+    assert client.read_flow_run(begun[0]).state.is_cancelling()
     ((record, *which),) = at_exit
     record(*which)
     assert client.read_flow_run(begun[0]).state.is_cancelled()
