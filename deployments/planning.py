@@ -15,7 +15,6 @@ from prefect_torch.ckpt.errors import PAGE_OF_PROXY
 from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
-from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
 
 from .job_templates import default_of, has_variable
 from .training import grace_in, lost_with_container, read_work_pool
@@ -80,7 +79,7 @@ def _arguments(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find(name: str) -> DeploymentResponse:
     try:
-        with long_startup_timeout(), get_client(sync_client=True) as client:
+        with get_client(sync_client=True) as client:
             return read_deployment(client, name)
     except ObjectNotFound as exc:
         raise ValueError(str(exc)) from None

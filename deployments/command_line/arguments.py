@@ -1,7 +1,7 @@
 """Arguments and options of several commands, and the storages that they name."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -43,23 +43,15 @@ def open_named_storage(text: str) -> Storage:
 
     """
     try:
-        with _longer_startup_for_blocks(text):
-            spec = parse_storage(text)
+        if is_block_slug(text):  # the server that has it may be started here, and then needs a minute
+            import_module("prefect_torch.tasks.prefect_api.embedded_server")
+        spec = parse_storage(text)
     except Exception as exc:
         if not is_block_slug(text) or (isinstance(exc, ValueError) and not isinstance(exc, PAGE_OF_PROXY)):
             raise
         why = str(exc).rstrip(".")
         raise StorageError(f"the block {text} could not be loaded: {why}; is PREFECT_API_URL the server that has it?") from exc
     return open_storage(replace(spec, retry=INTERACTIVE_RETRY_POLICY))
-
-
-def _longer_startup_for_blocks(text: str) -> AbstractContextManager[None]:
-    """Allow a server that is started to load a block a minute for its start, as flows do."""
-    if not is_block_slug(text):
-        return nullcontext()
-    from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout  # noqa: PLC0415 - imports prefect
-
-    return long_startup_timeout()
 
 
 def refuse_checkpoint_as_place(place: str, argument: str) -> None:

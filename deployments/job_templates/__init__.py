@@ -21,6 +21,7 @@ from importlib.resources import files
 from typing import Any, Literal, TypeAlias, cast
 from uuid import UUID
 
+import prefect_torch.tasks.prefect_api.embedded_server  # noqa: F401 - ties a server that starts here, gives it a minute
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool

@@ -16,7 +16,6 @@ from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.terminal import show_short
 from prefect_torch.tasks.gang.processes.fork_servers import check_interpreter
 from prefect_torch.tasks.options.run_form import plain_signature
-from prefect_torch.tasks.prefect_api.embedded_server import long_startup_timeout
 from prefect_torch.tasks.prefect_api.final_state import call_for_result
 from prefect_torch.tasks.prefect_api.settings import without_empty_url
 from prefect_torch.tasks.rank.one_line_messages import restore_message
@@ -49,7 +48,6 @@ class ShortTracebackFlow(Flow[P, R]):
                 with (
                     large_parameters_explained(),
                     without_empty_url(),
-                    long_startup_timeout(),
                     terminated_with_caller(),
                     _outside_transactions(),
                 ):

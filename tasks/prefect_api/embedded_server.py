@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -20,12 +20,11 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
-from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+from prefect.settings import get_current_settings
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_database import migrated_by_one, newer_database
-from .settings import settings_with, using
 
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
@@ -164,16 +163,6 @@ def embedded_server_kept_running() -> Iterator[ServerKeeper]:
         thread.join()
 
 
-def long_startup_timeout() -> AbstractContextManager[None]:
-    """Let an embedded server take a minute to start in the body, unless a setting says how long.
-
-    Prefect gives up after 20 s. The first start, which makes the tables of the database, takes 18 s on an idle machine.
-    """
-    if "startup_timeout_seconds" in get_current_settings().server.ephemeral.model_fields_set:
-        return nullcontext()
-    return using(settings_with({PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS: _STARTUP_TIMEOUT_S}))
-
-
 def unusable_home() -> tuple[str, str] | None:
     """Return why no embedded server can keep its database in Prefect's home directory, and the advice; None if it can."""
     settings = get_current_settings()
@@ -209,6 +198,8 @@ def _tie_from_the_start(module: ModuleType) -> None:
     """Replace `subprocess.Popen` for the one method of Prefect that starts the server, which builds the command itself.
 
     Threads that need the server at the same time start one, and all wait for it; Prefect would start one for each, at one port.
+    It has a minute, unless a setting says how long: Prefect gives up after 20 s, and the first start, which makes the tables of
+    the database, takes 18 s on an idle machine.
     """
     server = module.SubprocessASGIServer
     run = server._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way
@@ -217,8 +208,9 @@ def _tie_from_the_start(module: ModuleType) -> None:
     start = server.start
 
     def start_once(self: "SubprocessASGIServer", timeout: int | None = None) -> None:
+        is_set = "startup_timeout_seconds" in get_current_settings().server.ephemeral.model_fields_set
         with _starting:
-            start(self, timeout)
+            start(self, timeout if timeout or is_set else _STARTUP_TIMEOUT_S)
 
     server.start = start_once
 

@@ -6,9 +6,9 @@ import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from types import SimpleNamespace
 
 import pytest
-from prefect import flow
 from prefect.logging import disable_run_logger
 from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import (
@@ -18,7 +18,6 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
-from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks.prefect_api import embedded_server
 from prefect_torch.tasks.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
 from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
@@ -297,19 +296,30 @@ def test_no_proxy_stands_before_the_server_of_this_process(monkeypatch, before, 
     assert urllib.request.proxy_bypass_environment("127.0.0.1", urllib.request.getproxies_environment())
 
 
-def test_a_slow_first_start_has_a_minute_unless_a_setting_says_how_long():
-    startup = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
+def test_a_slow_first_start_has_a_minute_unless_a_setting_or_the_caller_says_how_long():
+    """Whatever starts it: only flows, plans and commands waited for longer than Prefect's 20 s."""
+    timeouts, startup = [], PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS
 
-    @short_tracebacks
-    @flow(validate_parameters=False)
-    def tell():
-        return startup.value()
+    class Server:
+        def _run_uvicorn_command(self):
+            pass
 
+        def start(self, timeout=None):
+            timeouts.append(timeout or startup.value())
+
+    embedded_server._tie_from_the_start(SimpleNamespace(SubprocessASGIServer=Server))
     settings = get_current_settings()
     ephemeral = type(settings.server.ephemeral).model_construct(enabled=True)
     server = settings.server.model_copy(update={"ephemeral": ephemeral})
     with using(settings.model_copy(update={"server": server})):
         assert startup.value() == 20
-        assert tell() == 60
+        Server().start()
+        Server().start(5)
     with temporary_settings({startup: 7}):
-        assert tell() == 7
+        Server().start()
+    assert timeouts == [60, 5, 7]
+
+
+def test_a_server_that_a_call_about_work_pools_starts_is_tied_to_this_process_too():
+    program = "from prefect_torch.deployments import create_work_pool; import sys; print(sys.argv[1] in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program, embedded_server.__name__], text=True) == "True\n"
