@@ -24,8 +24,8 @@ OF_PYDANTIC_2_10_1 = {
     *("BaseModel", "BeforeValidator", "ConfigDict", "Field", "FiniteFloat", "GetJsonSchemaHandler", "GetPydanticSchema"),
     *("HttpUrl", "InstanceOf"),
     *("PlainSerializer", "SecretStr", "SerializeAsAny", "SerializerFunctionWrapHandler", "TypeAdapter", "ValidationError"),
-    *("ValidationInfo", "ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator", "field_validator"),
-    *("model_serializer", "model_validator"),
+    *("ValidationInfo", "ValidatorFunctionWrapHandler", "WithJsonSchema", "WrapSerializer", "WrapValidator"),
+    *("field_serializer", "field_validator", "model_serializer", "model_validator"),
 }
 SOURCES = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 

@@ -125,7 +125,7 @@ class FormModel(BaseModel):
         """Restore a pickled config; the fields that an older version's pickle does not have get their defaults."""
         super().__setstate__(state)
         for name, field in type(self).model_fields.items():
-            self.__dict__.setdefault(name, field.get_default(call_default_factory=True))
+            vars(self).setdefault(name, field.get_default(call_default_factory=True))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

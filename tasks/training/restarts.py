@@ -130,9 +130,8 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     is_unknown = any(attempt.number not in kinds for attempt in earlier)
     committed = committed_attempts(store, attempts) if is_unknown else set()
     for attempt in earlier:
-        if attempt.number not in kinds:
-            yield "preemption" if attempt.number in committed else "infrastructure"
-        elif (kind := kinds[attempt.number]) is not None:  # else it completed, or ended as was planned
+        unknown: FailureKind = "preemption" if attempt.number in committed else "infrastructure"
+        if (kind := kinds.get(attempt.number, unknown)) is not None:  # else it completed, or ended as was planned
             yield kind
 
 
