@@ -116,7 +116,7 @@ def lead_training(
     with termination.limit_retries():
         notified = Observers(observers)
         try:
-            with outlast_api_outages():
+            with outlast_api_outages(termination.has_cause):
                 try:
                     return released(led(job, notified, termination, restarts, gpus, machines))
                 finally:  # before the wait for Prefect's API: others may wait for them

@@ -123,6 +123,12 @@ class Termination:
         """How long ranks may still commit, in seconds."""
         return self._grace_s if self._grace_ends_s == math.inf else max(0.0, self._grace_ends_s - time.monotonic())
 
+    def has_cause(self) -> bool:
+        """Return whether something has requested termination, also by the switch that governs the thread of this flow run."""
+        if self._switch.cause is not None and self.cause is None:
+            self.request(self._switch.cause)
+        return self.cause is not None
+
     def raise_if_requested(self) -> None:
         """Raise TerminatedError if termination is requested."""
         if self.is_requested:
@@ -175,14 +181,14 @@ class Termination:
 
     def _wait_for(self, thread: "_Work[T]") -> None:
         try:
-            self._heed_switch()  # set during the delay before another attempt: that must not begin
+            self.has_cause()  # set during the delay before another attempt: that must not begin
             thread.start()
             pause_s = _FIRST_POLL_S
             # No lock here: an exception while it is acquired would leave it locked.
             while not thread.has_ended and time.monotonic() < self._grace_ends_s + _LAST_S:
                 time.sleep(pause_s)
                 pause_s = min(1.05 * pause_s, _POLL_S)  # a short piece of work is not prolonged by more than a twentieth
-                self._heed_switch()
+                self.has_cause()
                 if time.monotonic() >= self._grace_ends_s:
                     self.end_retries()
         except TERMINATIONS as exc:
@@ -191,10 +197,6 @@ class Termination:
         except BaseException as exc:  # such as a limit of the user's own, by SIGALRM: nobody waits, but ranks have the grace
             self.request(exc)
             raise
-
-    def _heed_switch(self) -> None:
-        if self._switch.cause is not None and self.cause is None:
-            self.request(self._switch.cause)
 
 
 class _Work(Generic[T]):

@@ -3,7 +3,7 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -46,22 +46,22 @@ _unreached: ContextVar[set[str | None]] = ContextVar("unreached")  # flow runs f
 
 
 @contextmanager
-def outlast_api_outages() -> Iterator[None]:
+def outlast_api_outages(is_terminated: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Repeat requests for four minutes while Prefect's API is away, and return once it answers, or after ten minutes.
 
-    A terminated body (preempted or cancelled) does not wait. A user's own PREFECT_CLIENT_MAX_RETRIES and
-    PREFECT_CLIENT_RETRY_EXTRA_CODES are respected.
+    A terminated body (preempted or cancelled) does not wait, and no longer than until `is_terminated` is true. A user's own
+    PREFECT_CLIENT_MAX_RETRIES and PREFECT_CLIENT_RETRY_EXTRA_CODES are respected.
 
     Without the wait, the flow run would stay "Running" forever and its process would end with a connection error: Prefect's
     engine proposes the final state for a minute only, with settings that the flow's body cannot change. An embedded server that
     dies is started again; there is no wait for one that does not start. Within another such body, such as a trial within
     its sweep, the settings and the server are the outer one's, and after less than a second the API is not checked: it answered
     when the inner flow run began, whose final state is proposed with the outer one's retries.
-    Where one body of a flow run has waited in vain, none around it waits again.
+    Where one body of a flow run has waited in vain, or is terminated, none around it waits again.
     """
     outer = _keeper.get(None)
     if outer is not None:
-        with _api_answers_after(outer, unless_within_s=_JUST_NOW_S):
+        with _api_answers_after(outer, is_terminated, unless_within_s=_JUST_NOW_S):
             yield
         return
     with using(settings_with_defaults(_defaults())), embedded_server_kept_running() as keeper:
@@ -70,7 +70,7 @@ def outlast_api_outages() -> Iterator[None]:
         APILogWorker.instance()
         token, unreached = _keeper.set(keeper), _unreached.set(set())
         try:
-            with _api_answers_after(keeper):
+            with _api_answers_after(keeper, is_terminated):
                 yield
         finally:
             _keeper.reset(token)
@@ -146,12 +146,12 @@ def _defaults() -> dict[Any, Any]:
 
 
 @contextmanager
-def _api_answers_after(keeper: ServerKeeper, unless_within_s: float = 0.0) -> Iterator[None]:
+def _api_answers_after(keeper: ServerKeeper, is_terminated: Callable[[], bool], unless_within_s: float = 0.0) -> Iterator[None]:
     begun_s = time.monotonic()
 
     def wait() -> None:
         if time.monotonic() - begun_s >= unless_within_s:
-            _wait_for_api(keeper)
+            _wait_for_api(keeper, is_terminated)
 
     try:
         yield
@@ -161,12 +161,13 @@ def _api_answers_after(keeper: ServerKeeper, unless_within_s: float = 0.0) -> It
     wait()
 
 
-def _wait_for_api(keeper: ServerKeeper) -> None:
+def _wait_for_api(keeper: ServerKeeper, is_terminated: Callable[[], bool]) -> None:
     deadline_s, unreached = time.monotonic() + _LONGEST_S, _unreached.get()
     is_logged = False
     if flow_run.id in unreached:
         return
-    while (error := _outage()) is not None and time.monotonic() < deadline_s:
+    error: Exception | None = None
+    while not (is_ended := is_terminated()) and (error := _outage()) is not None and time.monotonic() < deadline_s:
         if keeper.has_given_up:
             unreached.add(flow_run.id)
             get_run_logger().error(
@@ -182,7 +183,7 @@ def _wait_for_api(keeper: ServerKeeper) -> None:
             )
             is_logged = True
         time.sleep(_POLL_S)
-    if error is not None:
+    if is_ended or error is not None:
         unreached.add(flow_run.id)
 
 

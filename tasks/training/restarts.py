@@ -124,7 +124,7 @@ def _failures_before(store: CheckpointStore, owner: Owner) -> Iterator[FailureKi
     An attempt without an outcome was killed for an unknown reason: it counts as a preemption if it had committed a checkpoint,
     and as infrastructure otherwise. Else a flow that is killed each time for lack of memory would be restarted without limit.
     """
-    kinds = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
+    kinds: dict[int, FailureKind | None] = {outcome.attempt: outcome.kind for outcome in read_outcomes(store)}
     attempts = list(list_attempts(store))
     earlier = [attempt for attempt in attempts if attempt.owner.is_earlier_process_of(owner)]
     is_unknown = any(attempt.number not in kinds for attempt in earlier)

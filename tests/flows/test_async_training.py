@@ -18,6 +18,7 @@ from prefect_torch.ckpt import CheckpointStore, get_checkpoint, get_context, rep
 from prefect_torch.flows import FailureConfig, Result, RunConfig, ScalingConfig, async_training, atrain, prune, train
 from prefect_torch.flows.calls.awaited_call import check_not_awaited
 from prefect_torch.flows.run_names import name_run, numbered_calls
+from prefect_torch.tasks.prefect_api import outage
 from prefect_torch.tasks.training.restarts import Restarts
 
 # Prefect's client of an async flow leaves its socket to the garbage collector when the loop ends (tried with 3.8.8).
@@ -150,6 +151,22 @@ def test_a_cancelled_await_ends_during_the_delay_of_a_restart(tmp_path, monkeypa
     asyncio.run(cancel_after_a_failure())
     assert Result.from_storage(str(tmp_path), "run").attempts == 1
     assert "restart 1 of 1 (max_failures); the training starts again in 3600 s" in caplog.text
+
+
+def test_a_cancelled_await_waits_no_longer_for_prefects_api(tmp_path, monkeypatch):
+    waits = threading.Event()
+    monkeypatch.setattr(outage, "_outage", lambda: waits.set() or ConnectionRefusedError(111, "refused"))
+
+    async def cancel_at_the_end():
+        training = asyncio.ensure_future(atrain("trainings:train_epochs", {"epochs": 1}, run=RunConfig(storage=str(tmp_path))))
+        while not waits.is_set():
+            assert not training.done(), training.result()
+            await asyncio.sleep(0.05)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(cancel_at_the_end())
 
 
 def fail():

@@ -347,9 +347,24 @@ def test_lines_are_sent_again_to_a_server_that_lost_its_database_or_a_proxy_that
 
 
 def test_an_end_from_outside_does_not_wait_for_the_api(monkeypatch):
-    monkeypatch.setattr(api_outage, "_wait_for_api", lambda _keeper: pytest.fail("it waits"))
+    monkeypatch.setattr(api_outage, "_wait_for_api", lambda *_: pytest.fail("it waits"))
     with pytest.raises(KeyboardInterrupt), outlast_api_outages():
         raise KeyboardInterrupt
+
+
+def test_a_body_that_is_terminated_while_it_waits_for_the_api_waits_no_longer_nor_do_those_around_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(api_outage, "_POLL_S", 0.0)
+    monkeypatch.setattr(api_outage, "_outage", lambda: asked.append(None) or ConnectionRefusedError(111, "refused"))
+    monkeypatch.setattr(api_outage, "_JUST_NOW_S", 0.0)
+
+    @flow
+    def end():
+        with outlast_api_outages(), outlast_api_outages(lambda: len(asked) == 3):
+            return "ended"
+
+    assert end() == "ended"
+    assert len(asked) == 3
 
 
 def test_an_embedded_server_that_does_not_start_again_is_not_waited_for(monkeypatch, caplog):
@@ -358,7 +373,7 @@ def test_an_embedded_server_that_does_not_start_again_is_not_waited_for(monkeypa
     keeper.has_given_up = True
     unreached = api_outage._unreached.set(set())
     with disable_run_logger():
-        api_outage._wait_for_api(keeper)
+        api_outage._wait_for_api(keeper, lambda: False)
     api_outage._unreached.reset(unreached)
     assert is_outage(httpx.ConnectError("refused"))
     token = api_outage._keeper.set(keeper)
