@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,14 +58,14 @@ def dcp_metadata(index: StateIndex) -> bytes:
     return _pickled(Metadata(described, paths, stored, StorageMeta(), CURRENT_DCP_VERSION))
 
 
+class _Pieces(list[bytes]):
+    def write(self, piece: bytes) -> None:  # in Python: `append` itself lets no other thread run
+        self.append(piece)
+
+
 def _pickled(value: object) -> bytes:
     """Return a pickle; other threads run after each 64 KiB, whereas `pickle.dumps` holds the interpreter for all of it."""
-    pieces: list[bytes] = []
-
-    def write(piece: bytes) -> None:  # not `pieces.append`, which lets no other thread run
-        pieces.append(piece)
-
-    pickle.Pickler(SimpleNamespace(write=write)).dump(value)
+    pickle.Pickler(pieces := _Pieces()).dump(value)
     return b"".join(pieces)
 
 
