@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import click
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, FileEntry, Manifest
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, FileEntry, Manifest
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.whole.trials import is_sweep, pin_token_of, trials_
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
 from prefect_torch.ckpt.storage.parallel import for_each
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import metric_option, order_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.confirmation import agrees_to_delete, yes_option
@@ -61,9 +62,15 @@ def delete(storage: str, run: str, checkpoint: str | None, metric: str | None, o
 
 
 def _find_checkpoint(store: CheckpointStore, text: str, metric: str | None, order: Any) -> Manifest:
-    """Return the checkpoint that `text` names; if it is the whole id, also one whose manifest is damaged, as it is listed."""
+    """Return the checkpoint that `text` names; if it is the whole id, also one whose manifest is damaged, as it is listed.
+
+    Or one of which a deletion that was interrupted has left the data.
+    """
     try:
         return find_checkpoint(store, text, metric, order)
+    except CheckpointNotFoundError:
+        if not is_id(text) or not _is_left(store, text):
+            raise
     except MalformedRecordError:  # another program's object
         raise
     except CheckpointCorruptError:
@@ -72,6 +79,13 @@ def _find_checkpoint(store: CheckpointStore, text: str, metric: str | None, orde
     data = store.layout.data(text)
     files = tuple(FileEntry(key.removeprefix(data), size, "", 0) for key, size in sorted(store.sizes(data).items()))
     return Manifest(text, step_of(text), attempt_of(text), {}, files, 0, None, datetime.now(timezone.utc))
+
+
+def _is_left(store: CheckpointStore, checkpoint_id: str) -> bool:
+    """Return whether a checkpoint without a manifest has data, and is neither in quarantine nor being copied to here."""
+    notes = (store.layout.quarantine(checkpoint_id), store.layout.incoming(checkpoint_id))
+    is_noted = any(find_size(store.storage, note) is not None for note in notes)
+    return not is_noted and bool(store.keys(store.layout.data(checkpoint_id)))
 
 
 def _delete_checkpoint(store: CheckpointStore, manifest: Manifest, agrees: Callable[[str], bool]) -> int:

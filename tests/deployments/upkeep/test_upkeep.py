@@ -460,6 +460,23 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_deleted_by_its_whole_id(local
     assert store.exists(foreign)
 
 
+def test_an_interrupted_deletion_of_a_checkpoint_is_finished_by_the_same_command(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch")
+    damaged, kept, newest = store.ids()
+    quarantine(store, damaged, "a file differs")
+    store.storage.delete([store.layout.manifest(newest)])
+    before = contents(local)
+    assert "in quarantine" in command("delete", local, "run", damaged, "--yes")[2]
+    store.storage.put_bytes(store.layout.incoming(newest), b"{}")
+    assert command("delete", local, "run", newest, "--yes")[0] == 1
+    store.storage.delete([store.layout.incoming(newest)])
+    assert contents(local) == before
+    assert command("delete", local, "run", newest, "--yes") == (0, f"deleted {newest}\n", "")
+    assert store.keys(store.layout.data(newest)) == []
+    assert command("delete", local, "run", newest, "--yes")[0] == 1
+    assert list(store.ids()) == [kept]
+
+
 def test_the_best_checkpoint_is_deleted_by_a_metric_and_no_run_for_want_of_its_id(local, command, tmp_path):
     store = store_run(local, tmp_path / "scratch")
     best = store.latest().id  # the losses fall
