@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from .rank_report import Report
 
 if TYPE_CHECKING:  # it imports torch, which only the report of a state needs
     from prefect_torch.ckpt.state.save import StagedState
+
+_LARGE_BYTES = 2**21  # of the parts of all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,8 @@ def decode_parts(messages: Sequence[bytes]) -> list[RankPart]:
 
     """
     parts, errors = [], {}
-    with no_collection():  # of several objects for each tensor and rank
+    is_large = sum(map(len, messages)) > _LARGE_BYTES  # of several objects for each tensor and rank
+    with no_collection() if is_large else nullcontext():
         for rank, message in enumerate(messages):
             try:
                 parts.append(RankPart.decode(message, rank))

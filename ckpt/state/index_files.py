@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,8 @@ from .index import DCP_METADATA_FILE, INDEX_FILE, Counts, StateIndex, TensorEntr
 from .plan import Step
 from .save import Put
 
+_MANY_TENSORS = 5000  # of all ranks, each counted
+
 
 def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[FileEntry]:
     """As rank 0, store the index of all ranks, for us and for torch.distributed.checkpoint: two small puts at the same time.
@@ -33,7 +36,8 @@ def store_index(parts: Sequence[Mapping[str, Any] | None], put: Put) -> list[Fil
         put: Stores a file.
 
     """
-    with no_collection():  # of several objects for each tensor and rank
+    num_tensors = sum(len(part["tensors"]) for part in parts if part is not None)
+    with no_collection() if num_tensors > _MANY_TENSORS else nullcontext():  # several objects for each
         index = StateIndex.merged(parts)
         files = {INDEX_FILE: index.encode(), DCP_METADATA_FILE: dcp_metadata(index)}
         del index

@@ -94,8 +94,8 @@ class Gang:
             if self._num_stop_waits >= _MOST_STOP_WAITS:
                 raise RankFailedError(
                     f"rank {alive} could not be stopped within {_MOST_STOP_WAITS * _STOP_WARNING_S:g} s, so no attempt may "
-                    "start beside it: look at its process (a dead network filesystem, a GPU driver that hangs), and restart the "
-                    "machine if need be",
+                    "start beside it: look at its process (a dead network filesystem, a GPU driver that hangs), and restart "
+                    "the machine if need be",
                     None,
                     "final",
                 )
