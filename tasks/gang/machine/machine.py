@@ -59,6 +59,7 @@ class RemoteMachine:
         self._not_for_ranks = list(not_for_ranks)
         self._ranks: dict[int, RemoteRank] = {}
         self._losing = threading.Lock()
+        self._starting = threading.Lock()
         threading.Thread(target=self._receive, name=f"machine-{self.name}", daemon=True).start()
 
     def prepare(self, most_ranks: int) -> None:
@@ -80,17 +81,16 @@ class RemoteMachine:
         """Start a rank; if the machine is lost, the rank is lost as well."""
         rank = self._add(spec.rank, records_collectives=spec.records_collectives)
         environment = {**_carried(*spec.storages), **self._environment, **spec.environment()}
-        self._send(
-            {
-                "type": "start",
-                "rank": spec.rank,
-                "program": RANK_PROGRAM,
-                "local_rank": spec.local_rank,
-                "records_collectives": spec.records_collectives,
-                **self._orders(environment, spec.local_world_size),
-            },
-            cloudpickle.dumps(spec),
-        )
+        order = {
+            "type": "start",
+            "rank": spec.rank,
+            "program": RANK_PROGRAM,
+            "local_rank": spec.local_rank,
+            "records_collectives": spec.records_collectives,
+            **self._orders(environment, spec.local_world_size),
+        }
+        with self._starting:  # the link has one message at a time, and the restored checkpoint's manifest may be large
+            self._send(order, cloudpickle.dumps(spec))
         return rank
 
     def run(self, program: str, order: object, storage: StorageSpec | None) -> RemoteRank:

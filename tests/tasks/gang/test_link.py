@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from types import SimpleNamespace
 
+import cloudpickle
 import prefect_torch
 import pytest
 from prefect_torch.ckpt import StorageSpec
@@ -275,6 +276,33 @@ def test_a_rank_whose_initial_checkpoint_is_in_the_storage_of_a_block_reaches_pr
     machine.start(rank_spec(restored=CheckpointRef(source, "seed", "000001-00000000-0123abcd")))
     started, _ = agent.receive()
     assert started["environment"].get("PREFECT_API_KEY") == ("key" if renews else None)
+
+
+def test_the_leader_holds_what_one_rank_of_a_machine_is_sent_at_a_time(greet, monkeypatch):
+    """With a checkpoint of 100,000 files, that is 12 MB for each."""
+    leader, _ = greet()
+    machine = RemoteMachine(leader, hello("m"), {}, ())
+    held, has_two = [], threading.Event()
+
+    def dumps(spec):
+        held.append(spec.rank)
+        if len(held) > 1:
+            has_two.set()
+        return b""
+
+    def send(header, body):
+        has_two.wait(0.3)  # there is time for another rank
+        held.remove(header["rank"])
+
+    monkeypatch.setattr(cloudpickle, "dumps", dumps)
+    monkeypatch.setattr(machine, "_send", send)
+    starting = [threading.Thread(target=machine.start, args=(rank_spec(rank=rank, world_size=4),)) for rank in range(4)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join()
+    assert not has_two.is_set()
+    assert not held
 
 
 def test_the_interface_of_an_address():
