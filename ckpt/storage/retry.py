@@ -114,7 +114,10 @@ def retries_ended_by(event: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def ended_by(check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` before each storage operation of this context, and at each piece of a file: what it raises ends the body."""
+    """Call `check` before each storage operation of this context, and at each piece of a file: what it raises ends the body.
+
+    A command that syncs a directory is killed then; a function that does so is left behind.
+    """
     token = _check.set(check)
     try:
         yield

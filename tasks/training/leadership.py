@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import status_of
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.retry import ended_by
 from prefect_torch.ckpt.storage.synced.first_download import download_run, is_synced
 from prefect_torch.tasks.options.config import RunConfig
 
@@ -41,7 +42,9 @@ class Claimant:
     is_alone: bool = False
 
 
-def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[Attempt, Attempt | None]:
+def claim_run(
+    run: Run, claimant: Claimant, check: Callable[[], None], raise_if_requested: Callable[[], None] = lambda: None
+) -> tuple[Attempt, Attempt | None]:
     """Claim the next attempt of a run, which fences the process that led it before.
 
     Returns the attempt, and the one before it if its leader is known to be gone, else None.
@@ -50,6 +53,8 @@ def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[
         run: The run.
         claimant: The process that is to lead it.
         check: Raises if the process must not lead the run; called when the run's records are on this machine.
+        raise_if_requested: Raises if a termination is requested; called while these are downloaded, which may take minutes. Who
+            has claimed an attempt ends it with an outcome.
 
     Raises:
         RunBusyError: If another flow run that is alive leads the run, unless it is taken over.
@@ -59,7 +64,8 @@ def claim_run(run: Run, claimant: Claimant, check: Callable[[], None]) -> tuple[
 
     """
     with unusable_storage_explained(claimant.run_config.storage, run.storage.url):
-        _download(run, claimant)
+        with ended_by(raise_if_requested):
+            _download(run, claimant)
         check()
         return _claim(run, claimant)
 

@@ -1,6 +1,6 @@
 """The start of an attempt: the claim on the run, and the checkpoint that the ranks resume from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -23,8 +23,10 @@ from .restarts import Restarts
 from .source_pin import SourcePin
 
 
-def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
-    """Claim the next attempt of the run, which fences the process that led it before.
+def claim(
+    store: CheckpointStore, job: TrainJob, restarts: Restarts, raise_if_requested: Callable[[], None] = lambda: None
+) -> Attempt:
+    """Claim the next attempt of the run, which fences the process that led it before; for the last argument, see `claim_run`.
 
     Raises:
         RunBusyError: If another flow run that is alive leads this run, unless the job takes it over.
@@ -48,7 +50,7 @@ def claim(store: CheckpointStore, job: TrainJob, restarts: Restarts) -> Attempt:
         if job.run_config.resume == "must" and job.initial_checkpoint is None and not has_begun(store):
             raise nothing_to_resume(store)  # a wrong name begins no run
 
-    claimed, before = claim_run(store, claimant, check)
+    claimed, before = claim_run(store, claimant, check, raise_if_requested)
     if before is not None:
         end_left_task_runs(before, restarts.owner, store.run)
     return claimed

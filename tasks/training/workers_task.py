@@ -121,7 +121,7 @@ class _Leader:
 
     def lead(self) -> Any:
         self._termination.raise_if_requested()
-        claimed = claim(self._store, self._job, self._restarts)
+        claimed = claim(self._store, self._job, self._restarts, self._termination.raise_if_requested)
         try:
             self._termination.raise_if_requested()  # who waits may have given up, and releases no GPUs any more
             self._gpus.take(self._termination.raise_if_requested)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.ckpt.storage.retry import classify
+from prefect_torch.ckpt.storage.retry import classify, raise_if_ended
 from prefect_torch.ckpt.text import name_of, without_login
 
 Copy = Callable[[str, str], object]
@@ -25,6 +25,7 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 PLACEHOLDERS = ("{source}", "{target}")
 _PICKLED = "pickle:"
 _LONGEST_OUTPUT = 4000  # bytes
+_LOOK_S = 0.5
 _logger = logging.getLogger(__name__)
 
 
@@ -117,12 +118,26 @@ def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
 
     thread = threading.Thread(target=call, name="sync", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    ends_s = time.monotonic() + timeout_s
+    while thread.is_alive() and (left_s := ends_s - time.monotonic()) > 0:
+        thread.join(min(left_s, _LOOK_S))
+        raise_if_ended()
     name = name_of(copy)
     if thread.is_alive():
         raise StorageError(f"{name}({source!r}, {target!r}) has not returned after {timeout_s:g} s")
     if errors:
         raise StorageError(f"{name}({source!r}, {target!r}) raised {errors[0]!r}") from errors[0]
+
+
+def _wait(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    """Wait for a process; raise TimeoutExpired after `timeout_s`, and what ends the storage operations of this context."""
+    ends_s = time.monotonic() + timeout_s
+    while (left_s := ends_s - time.monotonic()) > _LOOK_S:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_S)
+            return
+        raise_if_ended()
+    process.wait(max(0.0, left_s))
 
 
 def _run(command: list[str], timeout_s: float) -> None:
@@ -144,11 +159,13 @@ def _run(command: list[str], timeout_s: float) -> None:
                 f"the command {shown} that syncs a directory cannot be started: {exc}; every node needs it"
             ) from exc
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            _wait(process, timeout_s)
+        except BaseException as exc:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not isinstance(exc, subprocess.TimeoutExpired):
+                raise
         if process.returncode == 0:
             return
         output.seek(max(0, output.seek(0, os.SEEK_END) - _LONGEST_OUTPUT))

@@ -22,6 +22,7 @@ from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import ended_by
 from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_run
 from prefect_torch.ckpt.storage.synced.storage import FOLDER, SyncedStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport, pickled_function
@@ -30,6 +31,7 @@ from prefect_torch.tasks.options.sync import _LATE
 from storage_contract import StorageContract
 
 COPY = "cp -a --no-target-directory {source} {target}"
+PATHS = "{source} {target}"
 ONE_TRY = RetryPolicy(deadline_s=0, first_wait_s=0, longest_wait_s=0)
 
 
@@ -174,6 +176,25 @@ def test_a_hanging_command_is_killed_with_its_processes(tmp_path):
     with pytest.raises(StorageError, match=r"killed by signal 9 after \d+\.\d s: .*/there"):
         storage.put_bytes("run/x", b"1")
     assert not (tmp_path / "here/run/x").exists()
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_download_ends_with_the_check_of_its_context_and_a_command_is_killed(tmp_path, is_function):
+    pid, begun = tmp_path / "pid", []
+    hanging = f"sh -c 'echo $$ > {pid}; sleep 1000' {PATHS}"
+    if is_function:
+        hanging = pickled_function(cloudpickle.dumps(lambda source, target: threading.Event().wait(60)))
+
+    def check():
+        begun.append(None)
+        if len(begun) > 3 and (is_function or pid.exists()):
+            raise InterruptedError("over")
+
+    with ended_by(check), pytest.raises(InterruptedError, match="over"):
+        download_run(spec(tmp_path / "here", tmp_path / "there", download=hanging, timeout_s="600"), "run")
+    if not is_function:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.read_text()), 0)
 
 
 def test_a_process_that_a_command_leaves_behind_is_not_waited_for(tmp_path):

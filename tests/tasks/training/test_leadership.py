@@ -6,10 +6,11 @@ import pytest
 from commits import commit
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageSpec
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.tasks import RunConfig, SyncConfig
+from prefect_torch.tasks.gang.termination import TerminatedError
 from prefect_torch.tasks.training import leadership, liveness
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
 from prunes import prune_as_leader
@@ -97,6 +98,24 @@ def lead_alone(store, owner):
     claimant = Claimant(owner, RunConfig(storage=store.storage.url), (), 1, is_alone=True)
     with disable_run_logger():
         return claim_run(store, claimant, lambda: None)[0]
+
+
+def test_a_termination_while_a_run_is_downloaded_to_be_claimed_ends_that_and_claims_nothing(tmp_path):
+    sync = SyncConfig(
+        upload="true {source} {target}", download="sh -c 'sleep 1000' {source} {target}", target=str(tmp_path / "x")
+    )
+    store = CheckpointStore.open(StorageSpec(str(tmp_path / "here"), sync.transport().options()), "run")
+    claimant = Claimant(HERE, RunConfig(storage=store.storage.url), ())
+    asked = []
+
+    def raise_if_requested():
+        asked.append(None)
+        if len(asked) == 4:
+            raise TerminatedError
+
+    with disable_run_logger(), pytest.raises(TerminatedError):
+        claim_run(store, claimant, lambda: pytest.fail("it goes on"), raise_if_requested)
+    assert list(list_attempts(store)) == []
 
 
 def test_a_restart_brings_nothing_back_that_was_deleted_on_its_machine_of_a_synced_run(machines):
