@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
@@ -13,6 +14,7 @@ from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, newest_step
 from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+from torch import distributed as dist
 
 CHECKPOINT_NAME = "checkpoint"
 _AS_STARTED = "make it in the training function, with the environment as it is, and start it with no other launcher"
@@ -111,10 +113,11 @@ def part_of_rank(
     below: str = CHECKPOINT_NAME,
     files: Collection[str] | None = None,
 ) -> Iterator[Checkpoint | None]:
-    """Yield this rank's part of `folder`; the ranks' parts together are the whole directory.
+    """Yield this rank's part of `folder`; the ranks' parts together are the whole directory. Every rank calls it.
 
     A rank reports the files that are named after it, such as `rng_state_1.pth`, and the first rank of each machine reports
-    all other files there, so that each file has one owner on a machine. Nothing is copied, moved or deleted in `folder`.
+    all other files there, except those that rank 0's machine has, too: copies, or the same files in a shared directory. So
+    each file has one owner. Nothing is copied, moved or deleted in `folder`.
 
     Args:
         folder: The directory, complete: every rank has written its files.
@@ -122,13 +125,14 @@ def part_of_rank(
         link: Makes a link to a file. With the default an async report copies the files and does not change `folder`; with
             `os.link` it adopts them without a copy, for a temporary directory to which nothing is written again.
         below: The directory of the checkpoint that receives the content of `folder`; "" for none.
-        files: Those files in `folder` that are reported from this machine; None for all.
+        files: Those files in `folder` that belong to the checkpoint; None for all.
 
     Yields:
         None if no file is this rank's.
 
     """
-    paths = [path for path in (files_in(folder) if files is None else files) if _owner(path, context) == context.world_rank]
+    here = _reported_here(files_in(folder) if files is None else files, context)
+    paths = [path for path in here if _owner(path, context) == context.world_rank]
     if not paths:
         yield None
         return
@@ -151,14 +155,33 @@ def files_in(folder: Path) -> list[str]:
     return scan_files(folder) if folder.is_dir() else []
 
 
+def _reported_here(seen: Collection[str], context: TrainContext) -> Collection[str]:
+    """Return the files that are reported from this machine, of those that it sees; every rank calls it."""
+    if context.local_world_size == context.world_size or not (dist.is_available() and dist.is_initialized()):
+        return seen
+    first = context.world_rank - context.local_rank
+    own = [path for path in seen if _rank_in(path) in range(first, first + context.local_world_size)]
+    on_first_machine: list[Any] = [seen if context.world_rank == 0 else None]
+    dist.broadcast_object_list(on_first_machine)
+    on_others: list[Any] = [None] * context.world_size
+    dist.all_gather_object(on_others, own if first and context.local_rank == 0 else [])
+    if first == 0:
+        return sorted({*seen}.difference(*on_others))
+    return sorted({*seen}.difference(on_first_machine[0]).union(own))
+
+
 def _owner(path: str, context: TrainContext) -> int | None:
     """Return the rank that reports `path` from this machine; None for a file of an earlier attempt with more ranks."""
     first = context.world_rank - context.local_rank
-    named = _RANK_IN_NAME.search(path.rpartition("/")[2])
-    rank = first if named is None else int(named[1])
+    rank = first if (named := _rank_in(path)) is None else named
     if rank >= context.world_size:
         return None
     return rank if first <= rank < first + context.local_world_size else first
+
+
+def _rank_in(path: str) -> int | None:
+    named = _RANK_IN_NAME.search(path.rpartition("/")[2])
+    return None if named is None else int(named[1])
 
 
 @contextmanager

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("ckpt", "tasks", "flows", "deployments")
 DRAWN_IN = ROOT / "docs/design.md"
 # What may import torch at all, and prefect: a wing each, by what it is for.
-IMPORT_TORCH = ("ckpt.state", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate", "tasks", "flows", "deployments")
+IMPORT_TORCH = (
+    *("ckpt.state", "ckpt.framework_folders", "ckpt.lightning", "ckpt.transformers", "ckpt.accelerate"),
+    *("tasks", "flows", "deployments"),
+)
 IMPORT_PREFECT = ("ckpt.blocks", "ckpt.storage.specs.blocks", "tasks", "flows", "deployments")
 NEVER_PREFECT = ("tasks.rank", "tasks.prepare")
 FRAMEWORKS = ("ckpt.accelerate", "ckpt.lightning", "ckpt.transformers")

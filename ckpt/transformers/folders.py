@@ -39,20 +39,9 @@ class SavedFolders:
         """Return the directory of a step."""
         return output_dir(self._args) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
-    def reported_files(self, folder: Path) -> list[str]:
-        """Return the files in `folder` that are reported from this machine; every rank calls it, once all have written.
-
-        They are those that the Trainer has written since it began, except those that rank 0's machine has, too: copies, as of
-        `save_on_each_node`, or the same files in a shared directory.
-        """
-        written = [path for path in files_in(folder) if self._left.get(folder / path) != _version(folder / path)]
-        if self._context.local_world_size == self._context.world_size:
-            return written
-        of_first_machine = [written]  # of rank 0, next
-        broadcast_object_list(of_first_machine)
-        if self._context.world_rank == self._context.local_rank:
-            return written
-        return sorted({*written}.difference(of_first_machine[0]))
+    def written_files(self, folder: Path) -> list[str]:
+        """Return the files in `folder` that the Trainer has written since it began, once all ranks have."""
+        return [path for path in files_in(folder) if self._left.get(folder / path) != _version(folder / path)]
 
     def rotate(self) -> None:
         """Delete the directories that the Trainer has rotated on rank 0's machine alone; every rank calls it after a save."""

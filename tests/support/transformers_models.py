@@ -72,12 +72,17 @@ def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def take_own_machine(session, root, number):
-    """Be a machine of one rank, on which root / "output" is a directory of its own, by a mount that others do not see."""
+def be_own_machine(session):
+    """Be the only rank of a machine."""
     rank = session.context.world_rank
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
     session.context = replace(session.context, local_rank=0, node_rank=rank, local_world_size=1)
     set_context(session.context)
+
+
+def take_own_machine(session, root, number):
+    """Be a machine of one rank, on which root / "output" is a directory of its own, by a mount that others do not see."""
+    be_own_machine(session)
     for folder in (own := root / f"machine-{number}", shared := root / "output"):
         folder.mkdir(exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -100,7 +105,17 @@ def train_on_machines(job, *place):
             prepare_trainer(trainer).train(resume_from_checkpoint=path)
 
 
+def train_in_a_shared_directory(*place):
+    """Train on this rank as on a machine of its own whose output directory is shared with the other one."""
+    with joined(*place) as session:
+        be_own_machine(session)
+        prepare_trainer(make_trainer(Path(session.run.storage.url) / "output", 2, max_steps=3)).train()
+
+
 def main(job, *place):
+    if job == "shared by machines":
+        train_in_a_shared_directory(*place)
+        return
     (train_on_machines if job.endswith("on machines") else train)(job, *place)
 
 

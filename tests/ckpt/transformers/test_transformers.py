@@ -115,6 +115,13 @@ def test_machines_with_directories_of_their_own_report_what_they_have_written_an
         assert {path.name for path in (tmp_path / f"machine-{number}").iterdir()} == {"checkpoint-9", "checkpoint-12"}
 
 
+def test_machines_that_share_a_directory_report_the_files_of_their_own_ranks(tmp_path):
+    assert launch("transformers_models", ("shared by machines",), 2, tmp_path) == [0, 0]
+    store = CheckpointStore.open(tmp_path, "run")
+    owners = {entry.path: entry.rank for entry in store.latest().files}
+    assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/rng_state_1.pth": 1}
+
+
 def test_metrics_are_those_of_the_saved_step(trained):
     for root in trained:
         metrics = {manifest.step: manifest.metrics for manifest in CheckpointStore.open(root, "run").list()}
