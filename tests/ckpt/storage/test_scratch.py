@@ -165,7 +165,7 @@ def test_what_others_name_like_a_scratch_directory_of_this_machine_is_neither_de
     left = {"own", "others", f"{prefix}link", f"{prefix}fifo"}
     assert {it.name for it in place.iterdir()} == {here.name, *left}
     (theirs := place / f"{prefix}theirs").mkdir()
-    scratch._sweep.cache_clear()
+    scratch.sweep_scratch.cache_clear()
     monkeypatch.setattr(os, "geteuid", lambda: 1 << 30)
     make_scratch(place)
     assert theirs.exists()
