@@ -308,9 +308,8 @@ class FailureConfig(_Config):
     max_preemptions: Budget = Field(
         default=-1,
         title="After preemptions",
-        description="Restarts after the flow's process was terminated or killed, or a rank's terminated (SIGTERM). If the "
-        "flow's was killed before the first checkpoint of an attempt, it counts as a lost process. "
-        "-1: unlimited.",
+        description="Restarts after the flow's process was terminated, or, once its attempt had committed a checkpoint, was "
+        "killed, or a rank's was terminated (SIGTERM). Before a checkpoint, these two count as lost processes. -1: unlimited.",
     )
     retry_delay_s: Delays = Field(
         default=[],
