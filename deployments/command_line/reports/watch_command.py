@@ -160,7 +160,7 @@ def watch(storage: str, run: str, every: float, settle: float, once: bool) -> in
     line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
     they were made; once a look has succeeded, waits while the storage is away. After an attempt that failed, waits --settle
     seconds for the next one, unless the process that led it is known to be gone; a restart by an automation is not awaited.
-    Exits with 0 if the training completed, else with 1. Costs three listings for each look.
+    Exits with 0 if the training completed, else with 1, with --once also while it runs. Costs three listings for each look.
     """
     watcher, settling = Watcher(open_training(storage, run)), Settling(settle)
     shown = console()
@@ -174,7 +174,7 @@ def watch(storage: str, run: str, every: float, settle: float, once: bool) -> in
                 time.sleep(every)
                 view = watcher.look_again(view)
                 live.update(_picture(run, view, metrics, shown.width), refresh=True)
-    return 0 if view.state == "completed" or (once and not view.is_ended) else 1
+    return 0 if view.state == "completed" else 1
 
 
 def _print_news(watcher: Watcher, view: View, settling: Settling, every: float, *, once: bool) -> View:
