@@ -1,5 +1,6 @@
 """`watch`: a running training, live; reads only the storage."""
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -119,26 +120,28 @@ class MetricLines:
 
 @dataclass(slots=True)
 class Settling:
-    """Decides when the end of an attempt is that of its training.
+    """Decides when the end of an attempt is that of its training, and when silence is.
 
     Args:
         settle_s: For how many seconds a newer attempt is awaited after one that failed or was interrupted.
+        silent_s: For how many seconds a training that may have been killed, on another machine, is awaited without a report.
 
     """
 
     settle_s: float
-    _ended: tuple[int, float] | None = None  # the attempt, and when it was first seen
+    silent_s: float = math.inf
+    _news: tuple[tuple[int, str, int], float] | None = None  # the attempt, its state and the reports; when first seen
 
     def has_ended(self, view: View) -> bool:
         """Return whether nothing more is to come after `view`, the newest one."""
-        if not view.is_ended or view.status is None:
+        if view.status is None or view.state == "running":
             return False
-        if not view.may_begin_again:
+        if view.is_ended and not view.may_begin_again:
             return True
-        number, now_s = view.status.attempt.number, time.monotonic()
-        if self._ended is None or self._ended[0] != number:
-            self._ended = number, now_s
-        return now_s - self._ended[1] >= self.settle_s
+        news, now_s = (view.status.attempt.number, view.state, len(view.history)), time.monotonic()
+        if self._news is None or self._news[0] != news:
+            self._news = news, now_s
+        return now_s - self._news[1] >= (self.settle_s if view.is_ended else self.silent_s)
 
 
 @click.command
@@ -152,17 +155,25 @@ class Settling:
     show_default=True,
     help="Seconds to wait after a failed attempt for the next one: more than the training's retry_delay_s.",
 )
+@click.option(
+    "--silent",
+    type=click.FloatRange(min=0.0),
+    default=math.inf,
+    help="Seconds to wait for another report of a training that is unknown: more than its longest pause. By default for ever.",
+)
 @click.option("--once", is_flag=True, help="Look once.")
-def watch(storage: str, run: str, every: float, settle: float, once: bool) -> int:
+def watch(storage: str, run: str, every: float, settle: float, silent: float, once: bool) -> int:
     """Show a running training until it ends.
 
     Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints a
     line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
     they were made; once a look has succeeded, waits while the storage is away. After an attempt that failed, waits --settle
     seconds for the next one, unless the process that led it is known to be gone; a restart by an automation is not awaited.
+    A training on another machine, or in another container, is "unknown" until it ends. It stays so if it is killed, and is
+    watched for ever without --silent.
     Exits with 0 if the training completed, else with 1, with --once also while it runs. Costs three listings for each look.
     """
-    watcher, settling = Watcher(open_training(storage, run)), Settling(settle)
+    watcher, settling = Watcher(open_training(storage, run)), Settling(settle, silent)
     shown = console()
     view = watcher.look()
     if not shown.is_terminal:

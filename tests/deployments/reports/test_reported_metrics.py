@@ -211,6 +211,32 @@ def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, lives, wa
     assert settling.has_ended(view)
 
 
+def test_a_training_that_may_have_been_killed_elsewhere_is_awaited_while_it_reports(monkeypatch):
+    attempt = Attempt(2, "token", replace(Owner.current(), host="elsewhere"), 1, None, 1, "2026-01-01T00:00:00+00:00")
+    view = watch_command.View(AttemptStatus(attempt, None, attempt.owner.is_process_gone()), [record(1)], ())
+    assert view.state == "unknown"
+    settling, without_limit = watch_command.Settling(0.0, 900.0), watch_command.Settling(0.0)
+    now_s = 1000.0
+    monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
+    assert not settling.has_ended(view)
+    now_s += 899.0
+    assert not settling.has_ended(view)
+    view = replace(view, history=[record(1), record(2)])
+    assert not settling.has_ended(view)
+    now_s += 899.0
+    assert not settling.has_ended(view)
+    now_s += 1.0
+    assert settling.has_ended(view)
+    assert not without_limit.has_ended(view)
+    assert not settling.has_ended(replace(view, status=replace(view.status, is_process_gone=False)))
+
+
+def test_a_watch_ends_with_1_after_silence_from_another_machine(local, command, tmp_path, monkeypatch):
+    monkeypatch.setattr(Owner, "is_process_gone", lambda _: None)
+    store_run(local, tmp_path / "scratch", ending=None)
+    assert command("watch", local, "run", "--silent", "0")[0] == 1
+
+
 @pytest.mark.parametrize(("ending", "expected"), [("completed", 0), ("failed", 1), ("cancelled", 1), (None, 1)])
 def test_a_single_look_tells_whether_the_training_completed(local, command, tmp_path, ending, expected):
     store_run(local, tmp_path / "scratch", ending=ending)
