@@ -20,12 +20,12 @@ class MyReportCallback(transformers.TrainerCallback):
         """Remember the logged values."""
         self.metrics.update(logs or {})
 
-    def on_save(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_save(self, args: transformers.TrainingArguments, state: transformers.TrainerState, *_: Any, **__: Any) -> None:
         """Report the directory that rank 0 has saved."""
         checkpoint = None
         if get_context().get_world_rank() == 0:
-            saved: Any = transformers.trainer_utils.get_last_checkpoint(args.output_dir)  # type: ignore[no-untyped-call]  # it has none
-            checkpoint = Checkpoint.from_directory(saved)
+            # Not Ray's get_last_checkpoint: an earlier run in the same directory may have left a later one.
+            checkpoint = Checkpoint.from_directory(f"{args.output_dir}/checkpoint-{state.global_step}")
         report(self.metrics, checkpoint=checkpoint)
         self.metrics = {}
 

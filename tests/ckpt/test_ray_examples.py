@@ -95,9 +95,18 @@ def test_transformers_reports_what_it_saves_with_the_evaluation_and_goes_on(run)
 
 def test_a_callback_of_ones_own_reports_what_transformers_saves(run):
     told, manifests = run("ray_train/transformers_custom")
-    assert told == [8]
+    assert told == [8, 8]
     assert "model.safetensors" in attempts_and_files(manifests)[1]
     assert all("loss" in manifest.metrics for manifest in manifests)
+
+
+def test_a_callback_of_ones_own_reports_no_files_of_an_earlier_training_in_its_directory(root, run):
+    store = CheckpointStore.open(root / "ray_train/transformers_custom", "run")
+    steps = []
+    for manifest in run("ray_train/transformers_custom")[1]:
+        with store.checkpoint(manifest).as_directory() as folder:
+            steps.append(json.loads(Path(folder, "trainer_state.json").read_text())["global_step"])
+    assert steps == [4, 8, 4, 8]
 
 
 def test_a_training_of_numpy_and_folders_goes_on(run):

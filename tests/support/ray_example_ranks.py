@@ -25,7 +25,7 @@ CONFIGS = {
     "ray_train/rank_zero": [{"num_epochs": 2}, {"num_epochs": 4}],
     "ray_train/lightning_resume": [{"num_epochs": 4}] * 2,
     "ray_train/transformers_callback": [{"num_epochs": 1}, {"num_epochs": 2}],
-    "ray_train/transformers_custom": [{"num_epochs": 2}],
+    "ray_train/transformers_custom": [{"num_epochs": 2}] * 2,
     "numpy_folders": [{"rounds": 4}] * 2,
 }
 
