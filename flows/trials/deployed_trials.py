@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 from uuid import UUID
 
 import httpx
@@ -29,7 +29,7 @@ from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import is_same
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import end_of, status_of_start
-from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.options.config import UNLIMITED
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 from prefect_torch.tasks.prefect_api.outage import is_outage
@@ -45,6 +45,12 @@ from .trial_runs import Training, TrialDecisions, no_flow_run, warn_of_outage
 
 _Budget: TypeAlias = Literal["max_preemptions", "max_infrastructure_failures"]
 _FLOW = "train"
+_CONFIGS: dict[str, type[BaseModel]] = {
+    "scaling": ScalingConfig,
+    "run": RunConfig,
+    "checkpoint": CheckpointConfig,
+    "failure": FailureConfig,
+}
 _PAUSE_S = 0.5
 _CANCEL_S = 60.0
 
@@ -255,7 +261,7 @@ class DeployedTrials:
     def _would_be_same(self, flow_run: FlowRun, parameters: dict[str, Any]) -> bool:
         """Return whether a new flow run would have the same deployment and parameters."""
         given = {name: flow_run.parameters.get(name) for name in parameters}  # Prefect adds the deployment's own
-        if not is_same(given, to_jsonable_python(parameters)):
+        if not is_same(_whole(given), _whole(parameters)):
             return False
         with get_client(sync_client=True) as client:
             return flow_run.deployment_id == read_deployment(client, self._deployment).id
@@ -347,3 +353,12 @@ class DeployedTrials:
 def _given_of(config: BaseModel, exclude: set[str] | None = None) -> dict[str, Any]:
     """Return the settings that were given, as JSON: the deployment of an older version refuses those that it does not know."""
     return config.model_dump(mode="json", exclude=exclude, exclude_unset=True)
+
+
+def _whole(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a flow run as JSON, with all defaults: an earlier version gave them; a start may, too."""
+    try:
+        configs = {name: config.model_validate(parameters[name]).model_dump(mode="json") for name, config in _CONFIGS.items()}
+    except ValueError:  # of another version, with a setting that this one does not know
+        configs = {}
+    return cast("dict[str, Any]", to_jsonable_python({**parameters, **configs}))

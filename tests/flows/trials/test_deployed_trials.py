@@ -524,6 +524,31 @@ def test_a_flow_run_that_outlived_its_sweep_is_taken_over_if_another_one_would_b
         assert [it.id for it in trial_flow_runs.find_alive(trial)] == [present]
 
 
+def test_a_flow_run_with_all_settings_is_that_of_a_start_which_gives_none_of_the_defaults(unserved, tmp_path):
+    """An earlier version gave a trial's flow run the defaults, too."""
+    sweep_run, trial = Run.open(str(tmp_path), "whole"), TrialRecord(0, "whole/trial-0000-0123abcd", {}, 0)
+    given = {
+        "scaling": ScalingConfig(num_workers=(1, 2)),
+        "run_config": RunConfig(storage=str(tmp_path)),
+        "checkpoint": CheckpointConfig(num_to_keep=2),
+        "failure": FailureConfig(),
+    }
+    whole = {name: type(config)(**dict(config)) for name, config in given.items()}
+    with disable_run_logger(), get_client(sync_client=True) as client:
+        begun = start(trials_of(sweep_run, "train/queue-a", **whole), trial)
+        assert len(client.read_flow_run(begun).parameters["failure"]) > 1
+        assert start(trials_of(sweep_run, "train/queue-a", **given), trial) == begun
+        assert start(trials_of(sweep_run, "train/queue-a", **whole), trial) == begun
+
+
+@pytest.mark.parametrize("unknown", [{"failure": {"max_surprises": 3}}, {"failure": None}], ids=["setting", "config"])
+def test_a_flow_run_whose_settings_this_version_does_not_know_is_cancelled(unserved, tmp_path, unknown):
+    trials = trials_of(Run.open(str(tmp_path), "unknown"), "train/queue-a")
+    trial = TrialRecord(0, "unknown/trial-0000-0123abcd", {}, 0)
+    parameters = {**trials._parameters(trial), **unknown}
+    assert not trials._would_be_same(SimpleNamespace(parameters=parameters), trials._parameters(trial))
+
+
 @pytest.mark.usefixtures("unserved")
 def test_a_trial_can_be_suspended_and_is_not_cancelled_with_the_sweep_that_has_started_it(client, tmp_path):
     """Of subflow runs, Prefect refuses the first, and does the second, though another start has taken them over."""
