@@ -93,7 +93,8 @@ def lead_training(
 
     """
     if machines is None:
-        prepare_ranks(job.scaling.most_workers * job.num_beside)  # in parallel with requests to Prefect's API and the storage
+        # In parallel with requests to Prefect's API and the storage.
+        prepare_ranks(max(job.scaling.most_workers, job.ranks_at_once))
     restarts = Restarts(job.failure, flow_run.id, is_rerun=has_run_before())
 
     def is_worth_another_attempt(_task: object, _task_run: object, state: State[Any]) -> bool:

@@ -247,7 +247,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
 
         if training.working_dir is not None:
             training = replace(training, working_dir=training.working_dir.stored_by(run))
-        training = replace(training, num_beside=_num_at_once(training, min(search.max_concurrent, searched.num_trials)))
+        training = replace(training, ranks_at_once=_ranks_at_once(training, min(search.max_concurrent, searched.num_trials)))
         local = LocalTrials(training, searched, run)
         trials: TrialRuns = local
         if sweep.trials_on is not None:
@@ -269,11 +269,15 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
     return searched.trials
 
 
-def _num_at_once(training: Training, most: int) -> int:
-    """Return how many trials compute on the CPUs of one machine at a time; those on GPUs wait until enough of them are free."""
-    if training.scaling.cluster is not None:
+def _ranks_at_once(training: Training, num_trials: int) -> int:
+    """Return how many ranks of up to `num_trials` trials compute on the CPUs of one machine at a time; on GPUs, one on each."""
+    scaling = training.scaling
+    if scaling.cluster is not None:
         return 1
-    return min(most, max(1, len(training.gpus) // training.scaling.fewest_workers)) if training.scaling.use_gpu else most
+    if not scaling.use_gpu:
+        return num_trials * scaling.most_workers
+    num_at_once = min(num_trials, len(training.gpus) // scaling.fewest_workers)
+    return max(1, min(num_at_once * scaling.most_workers, len(training.gpus)))
 
 
 def _nothing_left(search: SearchConfig, searched: Search) -> str:

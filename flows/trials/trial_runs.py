@@ -38,7 +38,7 @@ class Training:
         failure: How often each trial is restarted.
         working_dir: The directory whose copy the ranks of every trial run in; None for the sweep's own.
         gpus: The GPUs of this machine, if it trains on them.
-        num_beside: How many trials compute on the CPUs of one machine at a time.
+        ranks_at_once: How many ranks of all trials compute on the CPUs of one machine at a time, if more than those of one.
 
     """
 
@@ -51,7 +51,7 @@ class Training:
     failure: FailureConfig
     working_dir: WorkingDirectory | None = None
     gpus: list[Gpu] = field(default_factory=list)
-    num_beside: int = 1
+    ranks_at_once: int = 1
 
     def config_of(self, trial: TrialRecord) -> dict[str, Any]:
         """Return the config of a trial's function."""
@@ -71,7 +71,7 @@ class Training:
             failure=self.failure,
             decisions=decisions,
             working_dir=self.working_dir,
-            num_beside=self.num_beside,
+            ranks_at_once=self.ranks_at_once,
         )
 
 

@@ -137,7 +137,7 @@ def _prepare(spec: RankSpec) -> None:
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it finds
-    for name, value in default_threads(spec.local_world_size * spec.num_beside).items():
+    for name, value in default_threads(max(spec.local_world_size, spec.ranks_at_once)).items():
         os.environ.setdefault(name, value)
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training

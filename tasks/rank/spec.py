@@ -47,7 +47,7 @@ class RankSpec:
             where that is the rendezvous.
         node_name: The name of its machine in messages; None on one machine.
         working_dir: The directory in whose copy it runs; None for that of the flow's process.
-        num_beside: How many gangs compute on the CPUs of its machine at a time, with its own.
+        ranks_at_once: How many ranks of its gang and others compute on the CPUs of its machine at a time, if more than its own.
 
     """
 
@@ -76,7 +76,7 @@ class RankSpec:
     has_node_store: bool = False
     node_name: str | None = None
     working_dir: StoredDirectory | None = None
-    num_beside: int = 1
+    ranks_at_once: int = 1
 
     @property
     def group(self) -> str:

@@ -25,7 +25,7 @@ class TrainJob:
         failure: How often the training is restarted, and when it counts as failed.
         decisions: Decides at reports whether the training goes on; None if it always does.
         working_dir: The directory whose copy the ranks run in; None for the flow's own.
-        num_beside: How many trainings compute on this machine's CPUs at a time, with this one.
+        ranks_at_once: How many ranks compute on this machine's CPUs at a time, if more than this training's own.
         restarted: The flow runs that this one restarts: a fresh start that one of them has made, or a takeover, is not made
             again. Only known where one of these is asked for.
 
@@ -40,7 +40,7 @@ class TrainJob:
     failure: FailureConfig
     decisions: DecisionMaker | None = None
     working_dir: WorkingDirectory | None = None
-    num_beside: int = 1
+    ranks_at_once: int = 1
     restarted: Container[str | None] = ()
 
     @property

@@ -313,5 +313,5 @@ def _first_rank(
             job.failure.grace_s,
         ),
         flush_s=_FLUSH_S,
-        num_beside=job.num_beside,
+        ranks_at_once=job.ranks_at_once,
     )

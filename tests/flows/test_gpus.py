@@ -24,6 +24,7 @@ from prefect_torch.flows import (
 )
 from prefect_torch.tasks.gang.gpus import allocation
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
+from prefect_torch.tasks.rank.resources import cpus
 from pretended_gpus import remove_locks
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -137,6 +138,16 @@ def test_trials_at_once_have_a_gpu_each_and_one_too_many_waits(run, tmp_path, mo
     assert found.errors == {}
     assert {trial.metrics["gpu"] for trial in found.trials} == {0, 1}
     assert len(listings) == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, (1, 2), 2], ids=str)
+def test_trials_share_the_cpus_by_the_ranks_that_have_gpus_at_once(run, monkeypatch, num_workers):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cpus, "count_cpus", lambda: 16)
+    search = SearchConfig(metric="loss", max_concurrent=3)
+    scaling = ScalingConfig(num_workers=num_workers, use_gpu=True)
+    found = sweep("sweep_trainings:tell_threads", {"x": grid([1, 2, 3])}, {}, search, scaling, run)
+    assert [trial.metrics["loss"] for trial in found.trials] == [8, 8, 8]
 
 
 def test_a_gpu_whose_memory_others_hold_is_no_fault_of_the_function(run, monkeypatch, tmp_path):

@@ -100,4 +100,4 @@ def _environment(spec: RankSpec) -> dict[str, str]:
     """Return this process's environment without the secrets of Prefect's API; only a storage from a block may need them."""
     comes_from_block = any(storage.credential_source is not None for storage in spec.storages)
     kept = {name: value for name, value in os.environ.items() if comes_from_block or name not in SECRETS_OF_PREFECT}
-    return default_threads(spec.local_world_size * spec.num_beside) | kept | spec.environment()
+    return default_threads(max(spec.local_world_size, spec.ranks_at_once)) | kept | spec.environment()
