@@ -358,7 +358,12 @@ MUTANTS = [
         "tests/ckpt/reporting/test_reports.py -k brings_nothing",
         ("agreement.checkpoint_id is not None and intent.upload is None", "False"),
     ),
-    *mutants_of("tasks/prune_task.py", "tests/tasks/test_prune_task.py", ("check_fence(store, limits.attempt)", "pass")),
+    *mutants_of(
+        "tasks/prune_task.py",
+        "tests/tasks/test_prune_task.py",
+        ("check_fence(store, limits.attempt)", "pass"),
+        ("if garbage and not dry_run:", "if garbage:"),
+    ),
     *mutants_of(
         "ckpt/runs/deletion/pruning.py",
         "tests/tasks/test_prune_task.py",

@@ -10,6 +10,7 @@ from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion import marks, pruning
 from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from ranks import Attempt, folder
 
@@ -45,6 +46,18 @@ def test_what_a_caller_keeps_is_kept_beside_what_a_running_attempt_needs(tmp_pat
     with disable_run_logger():
         decided = prune_checkpoints.fn(store.spec, "run", RetentionPolicy(1), PruneLimits(in_use=(oldest,)), dry_run=True)
     assert decided.drop == ()
+
+
+def test_a_dry_run_deletes_no_garbage_either(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    Attempt(store).session().report({}, folder(tmp_path / "c", model="x"), step=1)  # an earlier step of it is garbage at once
+    half = store.layout.data("000001-00000000-00000000", "model")
+    store.storage.put_bytes(half, b"half")
+    with disable_run_logger():
+        prune_checkpoints.fn(store.spec, "run", RetentionPolicy(1), dry_run=True)
+        assert store.storage.get_bytes(half) == b"half"
+        prune_checkpoints.fn(store.spec, "run", RetentionPolicy(1))
+    assert find_size(store.storage, half) is None
 
 
 def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, monkeypatch):
