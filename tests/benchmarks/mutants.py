@@ -402,6 +402,14 @@ MUTANTS = [
         (".narrowed(in_use, up_to)", ""),
         ("prune_limits(self, read_status(self)).narrowed", "prune_limits(self, None).narrowed"),
     ),
+    *mutants_of(
+        "ckpt/runs/quarantine.py",
+        "tests/ckpt/test_crash_points.py -k damaged_newest",
+        (
+            '    run.put_json(key, {"reason"',
+            '    run.storage.delete([manifest_key])\n    run.put_json(key, {"reason"',
+        ),
+    ),
 ]
 
 

@@ -180,6 +180,9 @@ def test_a_crash_at_any_operation_of_a_prune_keeps_every_good_checkpoint(tmp_pat
 
 
 def test_a_crash_at_any_operation_of_a_resume_with_a_damaged_newest_still_resumes_from_the_one_before(tmp_path):
+    """And the damaged one can be restored once its bytes are back."""
+    damaged = {}
+
     def prepare(number, after):
         storage = LocalStorage(tmp_path / f"store-{number}-{after}")
         store = open_run(storage)
@@ -187,13 +190,19 @@ def test_a_crash_at_any_operation_of_a_resume_with_a_damaged_newest_still_resume
         newest = store.list()[-1]
         path = storage.local_path(store.layout.data(newest.id, "m0"))
         path.write_bytes(b"X")
+        damaged[storage] = (newest.id, path)
         return storage
 
     fired = 0
     for faulty in crash_points(prepare, lambda faulty: choose_checkpoint(open_run(faulty), lineage=1, verify="digest")):
         fired += faulty.fired
-        chosen = choose_checkpoint(open_run(faulty.inner), lineage=1, verify="digest")
+        store = open_run(faulty.inner)
+        chosen = choose_checkpoint(store, lineage=1, verify="digest")
         assert chosen.metrics["score"] == 1
+        newest, path = damaged[faulty.inner]
+        path.write_bytes(b"2")
+        assert store.restore(newest).metrics["score"] == 2
+        assert [manifest.metrics["score"] for manifest in check_whole(store)] == [1, 2]
     assert fired > 5
 
 
