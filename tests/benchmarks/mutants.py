@@ -410,6 +410,13 @@ MUTANTS = [
             '    run.storage.delete([manifest_key])\n    run.put_json(key, {"reason"',
         ),
     ),
+    *mutants_of(
+        "tasks/gang/machine/link.py",
+        "tests/tasks/gang/test_link.py -k worth_nothing",
+        ("_digest(secret, part, challenges) for", '_digest(secret, part, b"") for'),
+        ("secrets.token_bytes(_NONCE_BYTES)", "bytes(_NONCE_BYTES)"),
+        ("Link(connection, keys[ours], keys[theirs])", 'Link(connection, keys[b"leader"], keys[b"leader"])'),
+    ),
 ]
 
 

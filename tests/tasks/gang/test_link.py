@@ -1,7 +1,5 @@
 """The link between a leader and an agent, between the threads of this process."""
 
-import hashlib
-import hmac
 import socket
 import subprocess
 import sys
@@ -113,8 +111,17 @@ def test_a_message_cannot_be_sent_again(opened):
         link.receive()
 
 
+def test_a_message_is_worth_nothing_in_the_other_direction(greet):
+    leader, agent = greet()
+    leader.send({"type": "kill"})
+    message = agent._connection.recv(1000)
+    agent._connection.sendall(message)
+    with pytest.raises(LinkError, match="not from the other end"):
+        leader.receive()
+
+
 def test_the_key_does_not_cross_the_network():
-    """What an agent sends to a leader that lacks the key is worth nothing for another connection."""
+    """Of an agent that connects to what is no leader."""
     listening = socket.create_server(("127.0.0.1", 0))
     said = []
 
@@ -130,9 +137,8 @@ def test_the_key_does_not_cross_the_network():
         greet_leader(connection, "a secret of some length", 5, 30)
     thread.join()
     listening.close()
-    heard = b"".join(said)
-    assert b"secret" not in heard
-    assert hmac.new(b"a secret of some length", b"", hashlib.sha256).digest() not in heard
+    assert len(said[1]) == 32
+    assert b"secret" not in b"".join(said)
 
 
 def hello(name, **fields):
@@ -165,6 +171,30 @@ def wait_for(condition, longest_s=20):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_an_agent_proves_in_one_connection_is_worth_nothing_in_another(listener, opened):
+    listener, _ = listener
+    challenge_bytes, proof_bytes = len(links._PROTOCOL) + 32, 32
+
+    def connect():
+        to_leader = opened(socket.create_connection((listener.host, listener.port)))
+        to_leader.settimeout(20)
+        return to_leader, to_leader.recv(challenge_bytes, socket.MSG_WAITALL)
+
+    relay = opened(socket.create_server(("127.0.0.1", 0)))
+    agent = opened(socket.create_connection(relay.getsockname()))
+    greeting = threading.Thread(target=greet_leader, args=(agent, "key", 20, 30))
+    greeting.start()
+    to_agent, (to_leader, challenge) = opened(relay.accept()[0]), connect()
+    to_agent.sendall(challenge)
+    said = to_agent.recv(challenge_bytes + proof_bytes, socket.MSG_WAITALL)
+    to_leader.sendall(said)
+    to_agent.sendall(to_leader.recv(proof_bytes, socket.MSG_WAITALL))
+    greeting.join()
+    again, _ = connect()
+    again.sendall(said)
+    assert again.recv(proof_bytes, socket.MSG_WAITALL) == b"", "the leader proves nothing, and closes the connection"
 
 
 def test_a_flood_of_silent_connections_keeps_no_agent_waiting(listener):
