@@ -60,10 +60,10 @@ class Clock:
         return self.now_s
 
 
-def schedule(memory, policy=NEWEST, tick_s=60.0, *, has_leftovers=False):
+def schedule(memory, policy=NEWEST, tick_s=60.0, *, restored=None, has_leftovers=False):
     job = SimpleNamespace(store=SimpleNamespace(storage="store"), run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
-    return RetentionSchedule(job, 1, [], None, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers)
+    return RetentionSchedule(job, 1, [], restored, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers)
 
 
 def commit(retention, step, num_bytes=1):
@@ -88,6 +88,15 @@ def test_where_deletions_are_refused_an_attempt_prunes_once(prunes):
         newest = commit(retention, step)
     retention.finish(newest)
     assert len(prunes.asked) == 1
+
+
+def test_what_the_ranks_restore_stays_until_no_rank_is_left(prunes):
+    restored = "000001-00000000-0000000a"
+    retention = schedule(ManifestMemory(), restored=restored)
+    for step in range(1, 4):
+        newest = commit(retention, step)
+    retention.finish(newest)
+    assert [asked["limits"].in_use for asked in prunes.asked] == [(restored,), (restored,), ()]
 
 
 def test_a_prune_that_gets_no_thread_is_tried_again_and_stops_no_training(prunes, monkeypatch):
