@@ -1,5 +1,9 @@
 import threading
 
+import pytest
+from crash_points import open_run
+from memory_storage import MemoryStorage
+from prefect_torch.ckpt import CommitFailedError
 from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, answer
 from prefect_torch.ckpt.reporting.events import DecisionRequest, EventReceiver, EventSender
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -50,3 +54,17 @@ def test_a_checkpoint_of_any_rank_asks_the_leader(store, tmp_path):
     leader.join(20)
     assert [event.step for event in asked] == [2, 3, 4]
     assert [event.checkpoint for event in asked] == [manifest.id for manifest in store.list()][1:]
+
+
+def test_no_decision_is_asked_for_on_a_checkpoint_whose_background_commit_fails(tmp_path):
+    class NoManifests(MemoryStorage):
+        def put_bytes(self, key, data):
+            if "/manifests/" in key:
+                raise CommitFailedError("no manifest")
+            super().put_bytes(key, data)
+
+    attempt = Attempt(open_run(NoManifests()), decisions=DecisionPoints(milestone=0))
+    answer(attempt.key_value, 0, Verdict(goes_on=True))  # so that asking would not wait
+    with pytest.raises(CommitFailedError, match="no manifest"):
+        attempt.session().report({}, folder(tmp_path / "c", model="x"), upload="async")
+    assert not [event for event in attempt.events() if isinstance(event, DecisionRequest)]
