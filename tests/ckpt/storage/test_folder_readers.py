@@ -5,11 +5,14 @@ import fcntl
 import multiprocessing
 import os
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from prefect_torch.ckpt import CheckpointNotFoundError, RetentionPolicy
+from prefect_torch.ckpt.files import download
+from prefect_torch.ckpt.runs.deletion import pruning
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prunes import prune_as_leader
@@ -40,6 +43,35 @@ def test_a_prune_leaves_the_files_of_a_reader_until_it_has_finished(store, old, 
             pass
     assert collect_garbage(store) == [old.id]
     assert data_of(store, old) == []
+
+
+def test_once_a_prune_has_looked_for_readers_none_begins(store, old, monkeypatch):
+    looks, is_read = [], pruning.is_read
+
+    def begin_before(*args):
+        with pytest.raises(CheckpointNotFoundError), old.as_directory():
+            pass
+        looks.append(args)
+        return is_read(*args)
+
+    monkeypatch.setattr(pruning, "is_read", begin_before)
+    prune_as_leader(store, RetentionPolicy(1))
+    assert len(looks) == 1
+    assert data_of(store, old) == []
+
+
+def test_a_reader_that_comes_after_a_prune_has_looked_for_readers_is_told(store, old, monkeypatch):
+    reading = download.reading
+
+    @contextmanager
+    def reading_late(*args):
+        store.storage.delete([store.layout.manifest(old.id)])  # as far as a prune is then: the data follow
+        with reading(*args):
+            yield
+
+    monkeypatch.setattr(download, "reading", reading_late)
+    with pytest.raises(CheckpointNotFoundError, match=old.id), old.as_directory():
+        pass
 
 
 def test_a_prune_deletes_where_a_file_that_was_opened_for_writing_is_refused_at_its_close(store, old, monkeypatch):
