@@ -9,6 +9,7 @@ from typing import Any
 
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _SHOWN = 5
+_LOGIN = re.compile(r"//(?:[^/\s]*@|[^/:@\[\s]*:(?!\d+\b)[^@\s]*@)")  # one with a colon and no port may hold a slash
 
 
 def show_bytes(number: int) -> str:
@@ -78,7 +79,7 @@ def encodable(text: str) -> str:
 
 def without_login(text: str) -> str:
     """Return a text without the users and passwords in its URLs."""
-    return re.sub(r"//[^/\s]*@", "//", text)
+    return _LOGIN.sub("//", text)
 
 
 def utc_now() -> str:

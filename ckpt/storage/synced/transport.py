@@ -124,9 +124,9 @@ def _call(copy: Copy, source: str, target: str, timeout_s: float) -> None:
         raise_if_ended()
     name = name_of(copy)
     if thread.is_alive():
-        raise StorageError(f"{name}({source!r}, {target!r}) has not returned after {timeout_s:g} s")
+        raise StorageError(without_login(f"{name}({source!r}, {target!r}) has not returned after {timeout_s:g} s"))
     if errors:
-        raise StorageError(f"{name}({source!r}, {target!r}) raised {errors[0]!r}") from errors[0]
+        raise StorageError(without_login(f"{name}({source!r}, {target!r}) raised {errors[0]!r}")) from errors[0]
 
 
 def _wait(process: "subprocess.Popen[bytes]", timeout_s: float) -> None:
@@ -169,7 +169,7 @@ def _run(command: list[str], timeout_s: float) -> None:
         if process.returncode == 0:
             return
         output.seek(max(0, output.seek(0, os.SEEK_END) - _LONGEST_OUTPUT))
-        text = output.read().decode(errors="replace").strip()
+        text = without_login(output.read().decode(errors="replace").strip())
     ended = f"exited with {process.returncode}" if process.returncode > 0 else f"was killed by signal {-process.returncode}"
     # Log each try that failed, since the storage's final error shows only that of the last one.
     _logger.warning("%s %s after %.1f s; its output:\n%s", shown, ended, time.monotonic() - started_s, text)

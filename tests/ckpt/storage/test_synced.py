@@ -154,13 +154,15 @@ def test_a_failed_upload_leaves_the_previous_checkpoint_the_latest_and_its_outpu
         download_run(bad, "run")
 
 
-def test_the_log_of_a_failed_command_shows_no_login_of_its_target(tmp_path, caplog):
-    """As of a tool that takes it in a URL; the log is Prefect's, too."""
-    storage = open_storage(spec(tmp_path / "here", "sftp://me:s3cr3t@host/x", upload="false {source} {target}"))
-    with pytest.raises(StorageError, match="exited with 1"):
+@pytest.mark.parametrize("password", ["s3cr3t", "s3/cr3t"])
+def test_the_log_of_a_failed_command_shows_no_login_of_its_target(tmp_path, caplog, password):
+    """As of a tool that takes it in a URL, and may print it; the log is Prefect's, too."""
+    failing = "sh -c 'echo from $0 to $1; exit 1' {source} {target}"
+    storage = open_storage(spec(tmp_path / "here", f"sftp://me:{password}@host/x", upload=failing))
+    with pytest.raises(StorageError, match=r"exited with 1 .* to sftp://host/x") as caught:
         storage.put_bytes("run/x", b"1")
     assert "sftp://host/x exited with 1" in caplog.text
-    assert "s3cr3t" not in caplog.text
+    assert "cr3t" not in caplog.text + str(caught.value)
 
 
 def test_a_command_that_fails_once_is_tried_again(tmp_path):
@@ -224,6 +226,16 @@ def test_the_error_of_a_partial_has_none_of_its_data(tmp_path):
     with pytest.raises(StorageError, match=r"fail_with\('.*raised OSError") as caught:
         storage.put_bytes("run/x", b"1")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("password", ["s3cr3t", "s3/cr3t"])
+def test_the_error_of_a_function_shows_no_login_of_its_target(tmp_path, password):
+    for way, timeout_s, problem in ((hang, "0.1", "has not returned"), (fail, "30", "raised OSError.*no sftp://host/x")):
+        failing, target = pickled_function(cloudpickle.dumps(way)), f"sftp://me:{password}@host/x"
+        storage = open_storage(spec(tmp_path / "here", target, upload=failing, timeout_s=timeout_s))
+        with pytest.raises(StorageError, match=rf"sftp://host/x'\) {problem}") as caught:
+            storage.put_bytes("run/x", b"1")
+        assert "cr3t" not in str(caught.value)
 
 
 def fail_with(source, target, login):
