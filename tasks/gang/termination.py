@@ -181,7 +181,7 @@ class Termination:
 
     def _wait_for(self, thread: "_Work[T]") -> None:
         try:
-            self.has_cause()  # set during the delay before another attempt: that must not begin
+            self.has_cause()  # set while this attempt waited for the slot of a tag: it must not begin
             thread.start()
             pause_s = _FIRST_POLL_S
             # No lock here: an exception while it is acquired would leave it locked.

@@ -71,7 +71,7 @@ def test_a_sleep_lasts_until_termination_is_requested():
 
 
 def test_what_was_requested_before_the_work_begins_is_known_to_it():
-    """As of an await that was cancelled during the delay before another attempt, which was begun, and recorded."""
+    """As of an await that was cancelled while the attempt waited for the slot of a tag: it was begun, and recorded."""
     switch, seen = TerminationSwitch(), []
     with switch.governs():
         termination = Termination(grace_s=30)
