@@ -185,4 +185,4 @@ def _has_leftovers(store: CheckpointStore, attempt: int) -> bool:
     if attempt == 1:
         return False
     former = read_outcome(store, attempt - 1)
-    return former is None or former.ending not in ("completed", "stopped")
+    return former is None or not former.is_done
