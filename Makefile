@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make demo` and `make test`. Everything lands in .venv.
 PYTHON ?= python3
 # What the suite was tested with; on a machine without a GPU, TORCH='torch --index-url https://download.pytorch.org/whl/cpu'
-# saves gigabytes.
+# saves gigabytes. Only the target that makes .venv installs it.
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Prefect gives its embedded server 20 s, which a busy laptop may exceed.
