@@ -1,6 +1,7 @@
 """The metrics of a run as curves of bounded size, however long it trains."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -34,6 +35,7 @@ class Curve:
         num_odd: The number of values that are NaN or infinite.
         points: Step, value and position of each record with a finite number, thinned, by attempt; those of all but the newest
             attempts are thinned together.
+        begins: The position of the first of them that is of a report, by attempt.
 
     """
 
@@ -43,6 +45,7 @@ class Curve:
     high: float | None = None
     num_odd: int = 0
     points: dict[int, list[_HeldPoint]] = field(default_factory=dict)
+    begins: dict[int, float] = field(default_factory=dict)
 
     def add(self, attempt: int, step: int, value: MetricValue, position: float) -> None:
         """Add a value, which belongs to the work up to step `position` of the attempt's reports."""
@@ -59,14 +62,23 @@ class Curve:
             self._thin_older()
         points = self.points.setdefault(attempt, [])
         points.append((step, number, position))
+        if position >= 0:
+            self.begins.setdefault(attempt, position)
         if len(points) > _HELD_POINTS:
             self.points[attempt] = thin(points, _HELD_POINTS // 2)
 
     def _thin_older(self) -> None:
         older = list(self.points)[:-_WHOLE_ATTEMPTS]
-        if sum(len(self.points[attempt]) for attempt in older) > _HELD_BEFORE:
-            share = max(4, _HELD_BEFORE // 2 // len(older))
-            self.points |= {attempt: thin(self.points[attempt], share) for attempt in older}
+        if sum(len(self.points[attempt]) for attempt in older) <= _HELD_BEFORE:
+            return
+        share, begun = _HELD_BEFORE // 2 // len(older), math.inf
+        is_older = set(older)
+        for attempt, points in reversed(self.points.items()):
+            if attempt in is_older:  # apart, lest a value that was lost takes the place of the best one that was kept
+                num_before = bisect_left(points, begun, key=lambda point: point[2])
+                parts = (points[:num_before], points[num_before:])
+                self.points[attempt] = [it for part in parts for it in thin(part, max(4, share * len(part) // len(points)))]
+            begun = min(begun, self.begins.get(attempt, math.inf))
 
     def kept(self, resume_points: Mapping[int, Position]) -> list[Point]:
         """Return the points that later attempts continued from, at most `MAX_POINTS`.

@@ -83,6 +83,17 @@ def test_a_line_of_very_many_attempts_keeps_its_spikes_few_points_and_what_the_n
     assert all(len(line) > MAX_POINTS // 5 for line in curve.lost(resumed, 6))
 
 
+def test_a_value_that_one_of_very_many_attempts_has_lost_takes_no_place_of_the_best_that_was_kept():
+    curves, resumed = Curves(), {}
+    for attempt in range(1, 101):
+        for step in range((attempt - 1) * 400, attempt * 400 + 100):
+            is_lost = step >= attempt * 400
+            curves.add(record(attempt, step, loss=0.0 if is_lost else 0.5 if step == 3_999 else 1.0))
+        resumed[attempt] = (attempt, attempt * 400 - 1)
+    [curve] = curves.sorted(None)
+    assert curve.best(resumed, "min") == (3_999, 0.5)
+
+
 def test_only_what_is_drawn_of_very_many_metrics_is_prepared(monkeypatch):
     prepared, kept = [], Curve.kept
     monkeypatch.setattr(Curve, "kept", lambda curve, resumed: prepared.append(curve.name) or kept(curve, resumed))
