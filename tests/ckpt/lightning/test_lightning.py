@@ -718,6 +718,15 @@ def test_a_trainer_may_begin_anew_from_a_checkpoint_of_another_run(store, tmp_pa
     assert committed(attempt.store) == [(BATCHES, 0)]
 
 
+def test_until_its_first_validation_a_run_from_another_ones_checkpoint_reports_the_other_ones_metrics(store, tmp_path):
+    fit(Attempt(store), max_epochs=1)
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    fit(attempt, max_epochs=4, check_val_every_n_epoch=4)
+    before = store.latest().metrics["val_loss"]
+    assert [manifest.metrics["val_loss"] == before for manifest in attempt.store.list()] == [True, True, False]
+
+
 def test_a_second_trainer_in_a_function_is_refused_before_it_trains(store):
     with in_training(Attempt(store).session()):
         make_trainer(callbacks=[ReportCallback()], max_epochs=2).fit(Regression())
