@@ -94,6 +94,6 @@ def check_open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = (str(it) if it != resource.RLIM_INFINITY else "no limit" for it in (soft, hard))
     if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
-        yield Finding("open files", "warning", f"{limit}, at most {most}", f"ulimit -n {_FEW_FILES} or more, for many ranks")
+        yield Finding("open files", "warning", f"{limit}, at most {most}", f"ulimit -n {_FEW_FILES} or more, for data loaders")
     else:
         yield Finding("open files", "ok", f"{limit}, at most {most}")

@@ -182,3 +182,4 @@ def test_little_shared_memory_and_few_files_are_warnings(monkeypatch, tmp_path):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     (files,) = machine_checks.check_open_files()
     assert (files.status, files.found) == ("warning", "256, at most 4096")
+    assert files.advice == "ulimit -n 1024 or more, for data loaders"  # a training raises it for its ranks itself
