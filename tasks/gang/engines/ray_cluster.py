@@ -9,6 +9,8 @@ from pydantic import Field
 from .client_process import check_client, run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
+_ANSWER_S = 20.0  # for importing Ray, connecting, and a last placement after the wait
+
 
 class RayCluster(Cluster):
     """The machines of a Ray cluster, on which a placement group has a bundle for each rank.
@@ -37,6 +39,11 @@ class RayCluster(Cluster):
         default="PACK", title="Placement", description="Whether ranks are on few machines, or spread over many."
     )
 
+    @property
+    def longest_wait_s(self) -> float:
+        """How long to wait for the machines of one request: longer than Ray is asked, since its answer has the room."""
+        return self.asks_for_s + _ANSWER_S
+
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Reserve a placement group in a separate process, whose end releases it."""
@@ -48,7 +55,7 @@ class RayCluster(Cluster):
             "fewest": wanted.fewest,
             "most": wanted.most,
             "avoid": sorted(wanted.avoid - wanted.in_use),
-            "wait_s": min(self.longest_wait_s, wanted.avoids_for_s),
+            "wait_s": max(0.0, min(self.longest_wait_s, wanted.avoids_for_s) - _ANSWER_S),
         }
         run_client_process(agents, "ray_agents", f"Ray at {self.address}", order)
         yield

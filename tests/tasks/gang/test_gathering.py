@@ -307,13 +307,39 @@ def test_ray_is_asked_for_few_numbers_of_ranks_until_one_fits(monkeypatch, num_m
     assert len(ray.tried) <= 8
 
 
+def test_the_leader_waits_for_how_much_room_ray_has_at_the_end_of_the_wait(monkeypatch, tmp_path):
+    """Ray's client takes seconds to start, and Ray seconds to answer."""
+    (tmp_path / "ray.py").write_text(
+        "import sys, time\n"
+        "util = sys.modules[__name__]\n"
+        "init = lambda **_: None\n"
+        "nodes = lambda: []\n"
+        "available_resources = lambda: {'CPU': 2.0}\n"
+        "remove_placement_group = lambda _: None\n"
+        "def placement_group(bundles, *, strategy):\n"
+        "    return util\n"
+        "def wait(*, timeout_seconds):\n"
+        "    time.sleep(min(timeout_seconds, 0.1))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(gathering_module, "_START_S", 0.0)
+    cluster = RayCluster(leader_address="127.0.0.1", wait_s=0.5)
+    with gather(cluster, MachineRequest(3, 3, use_gpu=False, avoid=frozenset())) as gathering:
+        assert not gathering.wait(lambda: None)
+        assert gathering.counted == ("room for 2: with {'CPU': 1.0} for each rank", 2)
+
+
 def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
     def waits(cluster):
         return cluster.longest_wait_s, cluster.asks_for_s
 
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=5))) == ((86400, 60), (5, 5))
-    assert (waits(KubernetesCluster()), waits(RayCluster()), waits(RayCluster(wait_s=0))) == ((600, 600), (60, 60), (0, 0))
+    assert (waits(KubernetesCluster()), waits(DaskCluster(address="a")), waits(Hosts(["a"], wait_s=0))) == (
+        (600, 600),
+        (60, 60),
+        (0, 0),
+    )
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=500))) == ((60, 60), (500, 500))
 
