@@ -31,16 +31,19 @@ PASSING = frozenset(
 )
 PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and all from 500 on, the server's own errors
 # Remedy: fresh credentials. EXPIRED are the codes of S3 and STS for credentials that were valid before; UNKNOWN those for
-# unknown credentials, such as a replaced key, or at MinIO an expired token. The last three are Azure's, Google's, and that of
-# Google's service for tokens; Azure's is for expired ones, too, and the text after it tells them apart.
+# unknown credentials, such as a replaced key, or at MinIO an expired token; InvalidClientTokenId is that of STS. The last four
+# are Azure's, Google's, and those of Google's and Microsoft's services for tokens; Azure's is for expired ones, too, and the
+# text after it tells them apart.
 EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
 UNKNOWN = (
     "InvalidToken",
     "InvalidTokenId",
     "InvalidAccessKeyId",
+    "InvalidClientTokenId",
     "AuthenticationFailed",
     "AuthenticationRequired",
     "invalid_grant",
+    "invalid_client",
 )
 # Remedy: free space. A quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
 FULL = frozenset({"QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})

@@ -1257,6 +1257,11 @@ GOOGLE_LOGIN_REFUSAL = (
     "Generic GCS error: Error performing token request: Error performing POST https://accounts.google.com/o/oauth2/token - "
     'Server returned non-2xx status code: 400 Bad Request: {"error": "invalid_grant", "error_description": "Bad Request"}'
 )
+AZURE_LOGIN_REFUSAL = (
+    "Generic MicrosoftAzure error: Error performing token request: Error performing POST https://login.microsoftonline.com/t/oauth2/"
+    'v2.0/token in 4ms - Server returned non-2xx status code: 401 Unauthorized: {"error":"invalid_client","error_description":'
+    '"AADSTS7000222: The provided client secret keys for app are expired."}'
+)
 
 
 @pytest.mark.parametrize(
@@ -1274,8 +1279,9 @@ GOOGLE_LOGIN_REFUSAL = (
         ),
         (GOOGLE_REFUSAL, "AuthenticationRequired", False),
         (GOOGLE_LOGIN_REFUSAL, "invalid_grant", False),
+        (AZURE_LOGIN_REFUSAL, "invalid_client", False),
     ],
-    ids=["azure's key", "azure's sas", "google's key", "google's login"],
+    ids=["azure's key", "azure's sas", "google's key", "google's login", "azure's login"],
 )
 def test_a_key_that_was_replaced_is_read_again_and_a_wrong_one_once(tmp_path, text, words, is_expired):
     """One that the server has never accepted is told after that, unless it says that it has expired."""
@@ -1337,6 +1343,7 @@ def test_a_url_of_azure_asks_for_the_account(monkeypatch):
         (CredentialRetrievalError(provider="iam-role", error_msg="timed out"), StorageError),
         (ClientError({"Error": {"Code": "Throttling", "Message": "Rate exceeded"}}, "AssumeRole"), StorageError),
         (ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "AssumeRole"), PermissionError),
+        (ClientError({"Error": {"Code": "InvalidClientTokenId", "Message": "no"}}, "AssumeRole"), CredentialsExpiredError),
         (TokenRetrievalError(provider="sso", error_msg="Token has expired and refresh failed"), CredentialsExpiredError),
     ],
 )
