@@ -43,6 +43,8 @@ _TRANSIENT_ERRNOS = {
     errno.ESHUTDOWN,
     errno.ESTALE,  # an NFS server that restarted
     errno.ETIMEDOUT,
+    # Linux' own: of BeeGFS, whose server does not answer or is unknown, and the second also of NFS, whose server failed.
+    *(getattr(errno, name) for name in ("ECOMM", "EREMOTEIO") if hasattr(errno, name)),
 }
 # Codes, and the texts of AWS' other services and Azure; not as a part of a name, since keys may contain any words.
 _EXPIRED = re.compile(

@@ -88,7 +88,7 @@ def test_what_cannot_pass_is_raised_as_it_is_at_once(memory, error):
     assert flaky.fired == 1
 
 
-PASSING = ["EAGAIN", "EBUSY", "EINTR", "EIO", "ENETDOWN", "ENOLCK", "ENOTCONN", "ESTALE", "ETIMEDOUT"]
+PASSING = ["EAGAIN", "EBUSY", "ECOMM", "EINTR", "EIO", "ENETDOWN", "ENOLCK", "ENOTCONN", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]
 LASTING = ["EACCES", "EDQUOT", "EFBIG", "ENOSPC", "EROFS"]
 
 
