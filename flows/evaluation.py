@@ -21,7 +21,7 @@ from prefect_torch.tasks.evaluation_task import EvaluationJob
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
-from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.termination import Termination, TerminationSwitch
 from prefect_torch.tasks.options.config import Directory, LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
@@ -183,7 +183,7 @@ def evaluate(
     job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
     chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
-    with outlast_api_outages(), termination.limit_retries(), suspendable(termination):
+    with outlast_api_outages(TerminationSwitch.is_thrown), termination.limit_retries(), suspendable(termination):
         evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
         evaluated = _evaluate_all(evaluate_one, chosen)
     return completed(_summarize(evaluated), evaluated)

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import as_command, show_count
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
+from prefect_torch.tasks.gang.termination import TerminationSwitch
 from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.final_state import completed
@@ -76,7 +77,7 @@ def prune(
         ValueError: If no checkpoint of a run has the metric of `checkpoint`; nothing of it was deleted, the others were pruned.
 
     """
-    with outlast_api_outages():
+    with outlast_api_outages(TerminationSwitch.is_thrown):
         return _prune(configured_storage(storage), runs, checkpoint, dry_run=dry_run)
 
 

@@ -37,7 +37,7 @@ from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, Scal
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
-from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination
+from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination, TerminationSwitch
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
@@ -143,7 +143,7 @@ def sweep(
     """
     shorten_logs()
     tie_embedded_server()
-    with outlast_api_outages():
+    with outlast_api_outages(TerminationSwitch.is_thrown):
         return _run(_checked(train_fn, space, config, search, scaling, run, checkpoint, failure, trials_on))
 
 

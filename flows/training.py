@@ -25,7 +25,7 @@ from prefect_torch.tasks.gang.gang import ONE_THREAD_PER_RANK
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.working_dir import pack_directory
-from prefect_torch.tasks.gang.termination import Termination
+from prefect_torch.tasks.gang.termination import Termination, TerminationSwitch
 from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
@@ -136,7 +136,7 @@ def train(
     """
     shorten_logs()
     tie_embedded_server()
-    with outlast_api_outages():  # also of an embedded server that dies while the page is made
+    with outlast_api_outages(TerminationSwitch.is_thrown):  # also of an embedded server that dies while the page is made
         scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
         gpus, machines = gpus_for(scaling), machines_for(scaling)
         job = _job(train_fn, config, scaling, run or RunConfig(), checkpoint or CheckpointConfig(), failure, resume_from)

@@ -42,6 +42,12 @@ class TerminationSwitch:
         """Return the switch that governs this thread; None if none does."""
         return _switch.get()
 
+    @staticmethod
+    def is_thrown() -> bool:
+        """Return whether a switch governs this thread, and requests termination."""
+        switch = _switch.get()
+        return switch is not None and switch.cause is not None
+
     @contextmanager
     def governs(self) -> Iterator[None]:
         """Let the trainings that the body starts in this thread be terminated by this switch."""

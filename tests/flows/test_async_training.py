@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import os
 import re
 import sys
@@ -153,8 +154,11 @@ def test_a_cancelled_await_ends_during_the_delay_of_a_restart(tmp_path, monkeypa
     assert "restart 1 of 1 (max_failures); the training starts again in 3600 s" in caplog.text
 
 
-def test_a_cancelled_await_waits_no_longer_for_prefects_api(tmp_path, monkeypatch):
+@pytest.mark.parametrize("just_now_s", [0.0, math.inf])
+def test_a_cancelled_await_waits_no_longer_for_prefects_api(tmp_path, monkeypatch, just_now_s):
+    """Nor does it when the ranks took so short a time that only the flow run itself looks whether the API answers."""
     waits = threading.Event()
+    monkeypatch.setattr(outage, "_JUST_NOW_S", just_now_s)
     monkeypatch.setattr(outage, "_outage", lambda: waits.set() or ConnectionRefusedError(111, "refused"))
 
     async def cancel_at_the_end():
