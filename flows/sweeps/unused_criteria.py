@@ -29,7 +29,7 @@ class UnusedCriteria:
     def __init__(self, search: SearchConfig) -> None:
         self._search = search
         self._limits = {name: limit for name, limit in limits_of(search).items() if name not in COUNTED_TIMES}
-        self._max_t = search.max_t
+        self._max_t = search.max_t if search.time_attr == "step" else None
         self._awaits_decision = True
         self._began_s, self._next_look_s = time.monotonic(), _FIRST_LOOK_S
 
@@ -100,12 +100,12 @@ class UnusedCriteria:
             )
 
     def _early_end(self, trial: TrialRecord) -> Iterator[str]:
-        """Yield a warning if the first report of a trial has completed it: the limit was meant to be in other units."""
+        """Yield a warning if the first report of a trial has completed it: the limit was not meant in steps."""
         first = trial.reports[0] if trial.reports else None
-        if self._max_t is not None and first is not None and first.num_reports == 1 and first.time >= self._max_t:
+        if self._max_t is not None and first is not None and first.num_reports == 1 and first.time > self._max_t:
             yield (
-                f"max_t={self._max_t:g} has completed trial {trial.number} at its first report, at {self._search.time_attr}="
-                f"{first.time:g}; the steps of Lightning and Transformers are those of the optimizer: give max_t in these, or "
+                f"max_t={self._max_t:g} has completed trial {trial.number} at its first report, at step={first.time:g}; the "
+                "steps of Lightning and Transformers are those of the optimizer: give max_t in these, or "
                 "time_attr='training_iteration', which counts reports"
             )
             self._max_t, self._awaits_decision = None, False

@@ -782,6 +782,15 @@ def test_a_checkpoint_without_the_metric_and_an_end_at_the_first_report_are_said
     assert told.startswith("max_t=5 has completed trial 0 at its first report, at step=430; ")
 
 
+@pytest.mark.parametrize("changes", [{"max_t": 1, "time_attr": "training_iteration"}, {"max_t": 430}], ids=["reports", "steps"])
+def test_a_limit_of_one_report_is_what_was_meant(run, caplog, changes):
+    chosen = search(sampler=None, num_trials=1, **changes)
+    result = sweep("sweep_trainings:report_checkpoint_apart", {"lr": grid([1])}, search=chosen, run=run)
+    assert result.trials[0].state == "completed"
+    assert result.trials[0].reason.endswith(f"has reached {changes['max_t']}")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
 def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp_path, monkeypatch):
     """Nothing else may end it: a function that reports for ever, with a name of Ray Tune's that nothing adds here."""
     monkeypatch.setattr(unused_criteria, "_FIRST_LOOK_S", 0.0)
