@@ -83,6 +83,7 @@ def resume(
         if reason is not None:
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
             return None
+        crashed = client.read_flow_run(flow_run_id)  # it may have begun, and crashed, while it was waited for
         again = _run_again(client, crashed)
         _show_restart(client, crashed, again, max_restarts)
     restarts = again.labels[RESTARTS_LABEL]

@@ -423,6 +423,21 @@ def test_a_flow_run_that_a_worker_took_and_never_began_is_run_again(client, trai
     assert "Pending for 1e-06 s" in client.read_flow_run(taken.id).state.message
 
 
+def test_a_flow_run_that_begins_and_crashes_while_it_is_waited_for_is_run_again_once(client, trained, monkeypatch):
+    taken, waits = take(client, trained), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        for state in (Running(), Crashed()):
+            client.set_flow_run_state(taken.id, state, force=True)
+
+    clock = SimpleNamespace(sleep=wait, monotonic=lambda: sum(waits))
+    monkeypatch.setattr("prefect_torch.deployments.resuming.time", clock)
+    again = resumed(client, taken, pending_s=1e-6, confirm_s=200)
+    assert len(waits) == 1
+    assert resumed(client, taken).id == again.id, "of the other trigger"
+
+
 @pytest.mark.parametrize("states", [[Running()], [Scheduled(), Pending()]], ids=["begun", "taken again"])
 def test_a_flow_run_that_begins_after_an_outage_of_the_server_is_left_alone(client, trained, monkeypatch, states):
     taken = take(client, trained)
