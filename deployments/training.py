@@ -207,7 +207,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         ValueError: If a training function is not found in the current directory or among the installed modules.
 
     """
-    if PREFECT_API_URL.value() is None and any(deployment.schedules for deployment in deployments):
+    if not PREFECT_API_URL.value() and any(deployment.schedules for deployment in deployments):
         warnings.warn(
             "no schedule runs: without PREFECT_API_URL, this process starts a Prefect server that has none. Start one with "
             "`prefect --no-prompt server start`, and set PREFECT_API_URL",

@@ -93,7 +93,10 @@ def test_a_function_that_does_not_exist_is_told_at_once(wrong):
         serve(make_deployment("missing", wrong))
 
 
-def test_a_schedule_without_a_server_that_runs_it_is_told(monkeypatch):
+@pytest.mark.parametrize(
+    "unset", [{"restore_defaults": {PREFECT_API_URL}}, {"updates": {PREFECT_API_URL: ""}}], ids=["unset", "empty"]
+)
+def test_a_schedule_without_a_server_that_runs_it_is_told(monkeypatch, unset):
     """The server that a process starts itself runs no schedules."""
     served = []
     monkeypatch.setattr("prefect.serve", lambda *deployments: served.extend(it.name for it in deployments))
@@ -101,7 +104,7 @@ def test_a_schedule_without_a_server_that_runs_it_is_told(monkeypatch):
     monkeypatch.setattr("prefect_torch.deployments.training._end_cron", lambda _: None)
     nightly = make_deployment("nightly", "my_training:train_fn", cron="0 3 * * *")
     serve(nightly)
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+    with temporary_settings(**unset):
         serve(make_deployment("called", "my_training:train_fn"))
         with pytest.warns(UserWarning, match="no schedule runs: .*server start`, and set PREFECT_API_URL") as caught:
             serve(nightly)
