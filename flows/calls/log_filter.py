@@ -49,7 +49,7 @@ class FlowLogFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Shorten the record, and return whether to keep it."""
         is_kept = self._shorten(record)
-        if "@" in (PREFECT_API_URL.value() or "") and "@" in (text := record.getMessage()):
+        if "@" in (PREFECT_API_URL.value() or "") and "@" in (text := _message(record)):
             record.msg, record.args = without_login(text), ()
         return is_kept
 
@@ -85,7 +85,7 @@ def _is_raised_to_caller(record: logging.LogRecord) -> bool:
         return getattr(record, "task_name", "") == "train_workers"
     if not is_called.get() or not text.startswith(_FAILED):
         return False
-    return _is_of_flow(record) or _INVALID in record.getMessage()
+    return _is_of_flow(record) or _INVALID in _message(record)
 
 
 _FILTER = FlowLogFilter()
@@ -114,13 +114,21 @@ def _is_repetition(record: logging.LogRecord) -> bool:
     text = str(record.msg)
     if text.startswith(_VALIDATION) and any(text.startswith(f"{_VALIDATION}{name!r}") for name in _kinds):
         return True  # the engine's record says it without all parameters
-    if is_called.get() and record.getMessage().startswith(_INVALID):
+    if is_called.get() and _message(record).startswith(_INVALID):
         return True  # the record of the state and the exception say it
     if text.startswith(_RAISED) and _is_of_flow(record):
         # The record of the state has the error. One that has not passed this package is of a user's flow of the same name.
         return not record.exc_text and not record.exc_info
     # Prefect's record counts retries up to a million; the training logs its own budget.
     return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Return the message of a record; of one whose arguments do not fit, the format: logging itself tells of these."""
+    try:
+        return record.getMessage()
+    except Exception:  # noqa: BLE001 - whatever the representation of an argument raises
+        return str(record.msg)
 
 
 def _level_of(record: logging.LogRecord) -> int | None:

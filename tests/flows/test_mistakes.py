@@ -22,6 +22,7 @@ from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import rows, wait_until
 from prefect_torch.flows import RankFailedError, RunConfig, SearchConfig, evaluate, prune, sweep, train
+from prefect_torch.flows.calls import log_filter
 from prefect_torch.flows.calls import short_tracebacks as module
 from prefect_torch.flows.calls.log_filter import FlowLogFilter
 from prefect_torch.flows.calls.parameters import large_parameters_explained
@@ -269,6 +270,18 @@ def test_a_final_state_that_prefect_refuses_is_one_line():
     assert record.exc_info is None
     said = "Prefect's API did not record the final state of this flow run: HTTPStatusError: 401 Unauthorized"
     assert record.getMessage() == said
+
+
+@pytest.mark.parametrize("url", ["http://me:secret@host/api", "http://host/api"])
+def test_a_line_whose_arguments_do_not_fit_is_left_to_logging(url):
+    record = logging.makeLogRecord({"msg": "%d", "args": ("x",), "flow_name": "train"})
+    token = log_filter.is_called.set(True)
+    try:
+        with temporary_settings({PREFECT_API_URL: url}):
+            assert FlowLogFilter().filter(record)
+    finally:
+        log_filter.is_called.reset(token)
+    assert (record.msg, record.args) == ("%d", ("x",))
 
 
 def test_the_login_of_prefects_api_is_in_no_line_that_all_its_users_see():
