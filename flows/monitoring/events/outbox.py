@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from contextvars import copy_context
 from http import HTTPStatus
 from itertools import islice
@@ -14,6 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.events import Event, RelatedResource
 from prefect.events.related import related_resources_from_run_context
+from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.monitoring.text import storable
 from prefect_torch.tasks.prefect_api.client import own_connections
 from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
@@ -155,8 +157,9 @@ def _run_resources() -> list[RelatedResource]:
     if context is None or context.flow_run is None:
         return resources
     with get_client(httpx_settings=own_connections(_REQUEST_S), sync_client=True) as client:
-        called = flow_runs_from(client, context.flow_run)
-        deployed = next((it.deployment_id for it in called if it.deployment_id is not None), None)
+        called, deployed = flow_runs_from(client, context.flow_run), None
+        with suppress(ObjectNotFound):  # somebody has deleted the flow run above
+            deployed = next((it.deployment_id for it in called if it.deployment_id is not None), None)
     resource_id = f"prefect.deployment.{deployed}"
     if deployed is None or resource_id in {it.id for it in resources}:
         return resources

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prefect import flow
 from prefect.events import Event
+from prefect.exceptions import ObjectNotFound
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import Proxy
@@ -110,6 +111,17 @@ def test_an_event_of_a_training_that_a_flow_calls_is_related_to_the_deployment_o
     run_flow(calls, client.create_flow_run_from_deployment(deployment))
     (event,) = events_about(f"prefect-torch.run.{job.store.path}", 1)
     assert [it.id for it in event.related if it.role == "deployment"] == [f"prefect.deployment.{deployment}"]
+
+
+def test_a_training_whose_caller_was_deleted_has_events(tmp_path, monkeypatch):
+    def deleted(*_):
+        yield from ()
+        raise ObjectNotFound(RuntimeError("404 Not Found"))
+
+    monkeypatch.setattr(module, "flow_runs_from", deleted)
+    job = Job(str(tmp_path))
+    tell_all(job, AttemptStarted(job.claim(), None))
+    events_about(f"prefect-torch.run.{job.store.path}", 1)
 
 
 def test_a_commit_has_labels_to_match_and_metrics_to_read(training):
