@@ -93,19 +93,21 @@ class Watcher:
 
 @dataclass(slots=True)
 class MetricLines:
-    """The metrics of a history that grows, as lines; each of its records is looked at once."""
+    """The metrics of a history that grows, as lines; each of its records is looked at once, unless one comes late."""
 
     _values: dict[str, list[float]] = field(default_factory=dict)
     _last: dict[str, MetricValue] = field(default_factory=dict)
-    _num_added: int = 0
+    _added: Sequence[MetricRecord] = ()
 
     def add(self, history: Sequence[MetricRecord]) -> None:
         """Add the records that have come since the call before."""
-        for record in history[self._num_added :]:
+        if not _goes_on(self._added, history):
+            self._values, self._last, self._added = {}, {}, ()
+        for record in history[len(self._added) :]:
             for name, value in flatten_metrics(record.metrics):
                 self._values.setdefault(name, []).append(as_number(value))
                 self._last[name] = value
-        self._num_added = len(history)
+        self._added = history
 
     def shown(self, width: int) -> Iterator[str]:
         """Yield a line for each of the first metrics, and one for the number of the others."""
@@ -201,7 +203,7 @@ def _print_news(watcher: Watcher, view: View, settling: Settling, every: float, 
 
 def news(before: View, now: View) -> Iterator[str]:
     """Yield a line for each report, checkpoint and change of state between two views."""
-    for record in now.history[len(before.history) :]:
+    for record in _new_records(before.history, now.history):
         yield f"attempt {record.attempt}, step {record.step}: {_values(record)}"
     for checkpoint_id in sorted(set(now.checkpoints) - set(before.checkpoints)):
         yield f"checkpoint {checkpoint_id}"
@@ -209,6 +211,23 @@ def news(before: View, now: View) -> Iterator[str]:
     if (attempts[0], before.state) != (attempts[1], now.state):
         again = "; it may begin again" if now.may_begin_again else ""
         yield now.state if attempts[1] is None else f"attempt {attempts[1]} is {now.state}{again}"
+
+
+def _new_records(before: Sequence[MetricRecord], now: Sequence[MetricRecord]) -> Sequence[MetricRecord]:
+    if _goes_on(before, now):
+        return now[len(before) :]
+    known = set(map(_identity, before))
+    return [record for record in now if _identity(record) not in known]
+
+
+def _goes_on(before: Sequence[MetricRecord], now: Sequence[MetricRecord]) -> bool:
+    """Return whether all that `now` has beyond `before` is at its end: records of an earlier attempt may come late."""
+    return not before or (len(before) <= len(now) and _identity(before[-1]) == _identity(now[len(before) - 1]))
+
+
+def _identity(record: MetricRecord) -> tuple[int, int, str, bool]:
+    """Return what two records of a run do not share; not their metrics, since NaN is equal to no other one."""
+    return record.attempt, record.step, record.reported_at, record.is_logged
 
 
 def _values(record: MetricRecord) -> str:

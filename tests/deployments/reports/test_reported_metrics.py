@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import ranks
@@ -275,6 +276,22 @@ def test_each_record_is_looked_at_once_for_all_pictures(monkeypatch):
         console.print(watch_command._picture("run", view, lines, 80))
     assert flattened == [{"loss": 3 - step, "acc": step} for step in range(3)]
     assert re.search(r"^loss +1 +\S{3} *\nacc +2 +\S{3} *$", console.file.getvalue(), re.MULTILINE)
+
+
+def test_a_record_of_an_earlier_attempt_that_comes_late_is_shown_and_no_other_twice():
+    """Its chunk may not have been readable, or its leader stored it after it was overtaken."""
+    early, late, last, next_one = record(0, loss=9), record(1, loss=math.nan), record(5, 5, loss=1), record(6, 6, loss=0)
+    last, next_one = (replace(it, attempt=2) for it in (last, next_one))
+    histories = [[early, last], [early, late, last], [early, late, last, next_one]]
+    lines = MetricLines()
+    for history in histories:
+        lines.add(history)
+    whole = MetricLines()
+    whole.add(histories[-1])
+    assert [*lines.shown(80)] == [*whole.shown(80)]
+    views = [watch_command.View(None, (), ()), *(watch_command.View(None, history, ()) for history in histories)]
+    told = [line for before, now in pairwise(views) for line in news(before, now)]
+    assert [line.partition(":")[0].partition("step ")[2] for line in told] == ["0", "5", "1", "6"]
 
 
 def test_news_are_each_told_once():
