@@ -1456,7 +1456,8 @@ def test_the_best_checkpoint_is_the_first(result):
     "ray.train.Result",
     "metrics_dataframe has a row for each of best_checkpoints",
     verdict="better",
-    reason="it has a row for each report, in order, with step and attempt: with a checkpoint or without, pruned or not",
+    reason="it has a row for each report, in order, with step and attempt: with a checkpoint or without, pruned or not; "
+    "a value that a logger recorded between reports has `is_logged`",
     short="every report",
 )
 def test_the_dataframe_has_every_report(result):
