@@ -146,6 +146,14 @@ def test_a_crashed_flow_run_is_run_again_once_on_its_own_run(client, trained):
     assert Restart.of(crashed) is None
 
 
+def test_a_restart_has_the_queue_and_the_job_variables_of_the_crashed_flow_run(client, trained):
+    crashed = client.create_flow_run_from_deployment(trained, work_queue_name="high", job_variables={"memory": 7})
+    for state in (Pending(), Running(), Crashed()):
+        client.set_flow_run_state(crashed.id, state)
+    again = resumed(client, crashed)
+    assert (again.work_queue_name, again.job_variables) == ("high", {"memory": 7})
+
+
 def test_a_crashed_flow_run_that_was_retried_and_crashed_once_more_is_run_again_once_more(client, trained):
     crashed = begin(client, trained, Crashed())
     first = resumed(client, crashed)
