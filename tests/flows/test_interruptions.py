@@ -269,6 +269,15 @@ def test_a_claim_that_outlasts_the_wait_for_the_leader_takes_no_gpus(tmp_path, m
     assert outcome.ending == "cancelled"
 
 
+def test_an_attempt_that_was_overtaken_while_it_waited_for_gpus_starts_nothing(tmp_path, monkeypatch):
+    store, started = CheckpointStore.open(tmp_path, "run"), []
+    monkeypatch.setattr(GpuAllocation, "take", lambda *_: claim_attempt(store, Owner.current("another"), world_size=1))
+    monkeypatch.setattr(workers_task, "record_world_size", lambda _, claimed, *__: started.append(claimed) or claimed)
+    with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
+        train("trainings:leave_once", run=RunConfig(name="run", storage=str(tmp_path)), failure=FailureConfig(grace_s=0))
+    assert not started
+
+
 @pytest.mark.parametrize("by_itself", [True, False])
 def test_a_process_that_another_one_of_its_flow_run_has_overtaken_leaves_the_state_to_it(tmp_path, monkeypatch, by_itself):
     store = CheckpointStore.open(tmp_path, "run")
