@@ -601,15 +601,23 @@ def test_a_bucket_that_acknowledges_more_than_it_has_fails_the_report_and_no_pru
     assert read_files(store.checkpoint(store.latest())) == {"model": b"good"}
 
 
-def test_a_bucket_that_acknowledges_a_manifest_and_has_none_fails_the_report(tmp_path):
-    class LosesManifests(MemoryStorage):
-        def put_bytes(self, key, data):
-            if "/manifests/" not in key:
-                super().put_bytes(key, data)
+def test_a_bucket_that_acknowledges_a_manifest_and_has_none_fails_the_report_for_good(tmp_path):
+    """Also if it shows the manifest later."""
+    hidden = ["/manifests/"]
 
-    store = open_run(LosesManifests())
+    class HidesManifests(MemoryStorage):
+        def list(self, prefix, **options):
+            return (info for info in super().list(prefix, **options) if not any(part in info.key for part in hidden))
+
+        def size(self, key):
+            if any(part in key for part in hidden):
+                raise FileNotFoundError(key)
+            return super().size(key)
+
+    store = open_run(HidesManifests())
     with pytest.raises(CommitFailedError, match=r"acknowledged \d+ bytes of run/manifests/.*\.json, and has no such object"):
         Attempt(store).session().report({}, folder(tmp_path / "0", model="x"))
+    hidden.clear()
     assert store.latest() is None
 
 
