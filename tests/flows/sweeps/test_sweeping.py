@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import pytest
 from commits import commit
+from faulty_storage import Crash
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -375,12 +376,19 @@ def test_what_is_pinned_of_a_source_is_there_though_it_goes_on(tmp_path, monkeyp
     assert second.id not in {manifest.id for manifest in store.list()}
 
 
-def test_a_pin_whose_clone_a_kill_kept_from_the_journal_is_removed_at_the_next_start(tmp_path):
+def test_a_pin_whose_clone_a_kill_kept_from_the_journal_is_removed_at_the_next_start(tmp_path, monkeypatch):
     store = CheckpointStore.open(tmp_path, "sweep/trial-0000-0123abcd")
     source, made = commit(store, 0), commit(store, 1)
     store.pin(source.id, "00000000")
-    clone = "sweep/trial-0001-11111111"
-    assert pin_source(CheckpointStore.open(tmp_path, "sweep"), TrialRecord(0, store.run, {}, 0), clone) == (made.id, 2)
+    clone, pin = "sweep/trial-0001-11111111", CheckpointStore.pin
+
+    def be_killed_after_it(self, *given):
+        pin(self, *given)
+        raise Crash
+
+    monkeypatch.setattr(CheckpointStore, "pin", be_killed_after_it)
+    with pytest.raises(Crash):
+        pin_source(CheckpointStore.open(tmp_path, "sweep"), TrialRecord(0, store.run, {}, 0), clone)
     led = Run.open(str(tmp_path), "sweep")
     remove_lost_pin(led, [TrialRecord(1, "sweep/trial-0001-22222222", {}, 1, earlier_runs=(clone,))])
     assert store.pinned() == {source.id, made.id}
