@@ -159,6 +159,19 @@ def test_an_evaluation_that_watches_waits_for_a_storage_that_is_away(tmp_path, m
         next(_new_checkpoints(store, "eval", pause))
 
 
+def test_the_last_checkpoint_of_a_training_that_ends_during_a_look_is_evaluated(tmp_path, monkeypatch):
+    store, looks = CheckpointStore.open(tmp_path / "store", "run"), []
+
+    def is_being_trained(_):
+        if not looks:
+            fill(tmp_path, [0])
+        looks.append(None)
+        return False
+
+    monkeypatch.setattr("prefect_torch.flows.evaluation.is_being_trained", is_being_trained)
+    assert len([*_new_checkpoints(store, "eval", lambda: None)]) == 1
+
+
 def test_the_error_of_a_rank_is_told_also_while_the_storage_is_away(tmp_path, monkeypatch, caplog):
     store = fill(tmp_path, [0])
 
