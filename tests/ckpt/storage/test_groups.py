@@ -7,6 +7,7 @@ import re
 import stat
 import struct
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -428,6 +429,25 @@ def test_a_large_copy_is_whole_whatever_the_filesystem_takes(storage, source, mo
     assert writes is None or writes.fired > 0
     assert (moved.bytes, moved.digest) == (size, xxhash.xxh3_128_hexdigest(data[:size]))
     assert storage.get_bytes("run/big") == data[:size]
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system has no O_DIRECT")
+def test_no_buffer_of_a_large_copy_is_filled_again_before_it_is_written(storage, source, monkeypatch):
+    data, is_another_written = os.urandom(24 * 2**20 + 5), threading.Event()
+    (source / "big").write_bytes(data)
+
+    def write_the_first_late(writes, real, descriptor, data, offset):
+        writes.fired += 1
+        if offset == 0:
+            is_another_written.wait(0.5)  # there is time to read and write one more than there are buffers
+        elif offset >= 16 * 2**20:
+            is_another_written.set()
+        return real(descriptor, data, offset)
+
+    writes = Writes(monkeypatch, write_the_first_late)
+    storage.put_file("run/big", source / "big")
+    assert writes.fired > 5
+    assert storage.get_bytes("run/big") == data
 
 
 def test_an_error_of_a_large_copy_is_raised_and_leaves_nothing(storage, source, monkeypatch):
