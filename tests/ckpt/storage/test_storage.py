@@ -391,20 +391,25 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         assert [info.key for info in LocalStorage(tmp_path / "link").list("run/")] == ["run/x"]
 
     def test_every_folder_that_a_put_makes_is_synced_into_its_parent(self, tmp_path, monkeypatch):
-        synced, sync = [], os.fsync
+        synced, sync, replace = [], os.fsync, os.replace
 
         def record(descriptor):
             synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
             sync(descriptor)
 
+        def record_name(source, target, **folders):
+            synced.append(target)
+            replace(source, target, **folders)
+
         monkeypatch.setattr(os, "fsync", record)
+        monkeypatch.setattr(os, "replace", record_name)
         LocalStorage(tmp_path / "new/deep/root").put_bytes("run/x", b"1")
         made = [tmp_path, tmp_path / "new", tmp_path / "new/deep", tmp_path / "new/deep/root"]
         assert synced[:4] == made
-        assert synced[5:] == [tmp_path / "new/deep/root/run"]
+        assert synced[5:] == ["x", tmp_path / "new/deep/root/run"]
         synced.clear()
         LocalStorage(tmp_path / "new/deep/root").put_bytes("run/y", b"1")
-        assert len(synced) == 2  # the file and its folder: a report pays for no more
+        assert synced[1:] == ["y", tmp_path / "new/deep/root/run"]  # after the file: a report pays for no more
 
     @pytest.mark.parametrize("victim", ["a/b", "a"])
     def test_a_folder_that_a_delete_removes_while_a_put_makes_it_is_made_again(self, storage, tmp_path, monkeypatch, victim):
