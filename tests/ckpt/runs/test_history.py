@@ -368,6 +368,20 @@ def test_a_dead_process_writes_no_more(small_chunks):
     assert steps(store) == [0, 1, 2, 5]
 
 
+def test_while_some_of_the_lost_reports_are_unstored_none_after_them_count_as_stored(small_chunks):
+    class FailsAtTheSecondChunk(MemoryStorage):
+        def put_bytes(self, key, data):
+            if next(self.list("run/metrics/"), None) is not None:
+                raise StorageError("no answer")
+            super().put_bytes(key, data)
+
+    lost = [record(step) for step in range(7)]
+    writer = HistoryWriter(CheckpointStore.open(FailsAtTheSecondChunk(), "run"), 2, lost[-1].checkpoint, lost)
+    with pytest.raises(StorageError, match="no answer"):
+        writer.flush()
+    assert writer.recorded == lost[5].checkpoint
+
+
 def test_reports_that_an_earlier_leader_lost_make_none_that_came_after_them_count_as_unstored(store, tmp_path):
     """The leader of the first of three attempts was killed; its last checkpoint stays, and a prune has to delete newer ones."""
     first = Attempt(store)
