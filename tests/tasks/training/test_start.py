@@ -13,6 +13,7 @@ from commits import commit
 from memory_storage import MemoryStorage
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, write_outcome
@@ -36,6 +37,7 @@ from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
 from prefect_torch.tasks.training.start import choose_start, claim
+from prefect_torch.tasks.training.workers_task import _Leader
 from ranks import Attempt, folder
 from small_disk import mounted
 from wrapped_storage import WrappedStorage
@@ -355,6 +357,20 @@ def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):
             is_decided.set()
             recorder.close()
         assert "no report came for 5 s" in str(problem_after(6))
+
+
+def test_an_attempt_is_known_to_be_stopped_before_its_ranks_are_told():
+    """They may end at once, and it would count as completed, or as failed."""
+    decisions, known = SimpleNamespace(decide=lambda _: Verdict(goes_on=False)), []
+    leader = _Leader(SimpleNamespace(decisions=decisions, store=None), *[None] * 5)
+
+    class Noting(MemoryKeyValue):
+        def set(self, key, value):
+            known.append(leader._is_stopped)
+            super().set(key, value)
+
+    leader._decide(Noting(), DecisionRequest(0, 1, 1, {}, None))
+    assert known == [True]
 
 
 def test_a_commit_during_a_write_of_the_index_is_in_the_next(monkeypatch):
