@@ -115,6 +115,7 @@ def test_an_overtaken_leader_can_append_nothing(small):
     second = lead(run)
     with pytest.raises(FencedError):
         first.append({"n": 1})
+    assert numbers(run) == [0]
     second.append({"n": 2})
     assert numbers(run) == [0, 2]
 
