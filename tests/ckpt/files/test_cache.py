@@ -44,6 +44,18 @@ def test_what_a_killed_reader_left_is_swept_by_the_next(node):
         assert {path.name for path in cached(node)} == {"z"}
 
 
+def test_what_its_last_reader_leaves_is_deleted_though_a_process_that_it_forked_lives_on(node):
+    processes = multiprocessing.get_context("fork")
+    may_end = processes.Event()
+    forked = processes.Process(target=may_end.wait, daemon=True)
+    with downloaded("one", entries("x"), _write):
+        forked.start()
+    left = cached(node)
+    may_end.set()
+    forked.join()
+    assert left == []
+
+
 def test_a_file_that_cannot_be_deleted_yet_is_no_readers_error_and_no_part_of_the_next_download(node, monkeypatch):
     """As on NFS, where a file that is mapped into memory stays, and so does its directory."""
     unlink, stays = os.unlink, []
