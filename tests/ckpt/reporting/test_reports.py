@@ -36,6 +36,7 @@ from prefect_torch.ckpt.files.folder import scan_files
 from prefect_torch.ckpt.reporting import rank_part
 from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.reporting.rank_part import StagedReport
+from prefect_torch.ckpt.reporting.rounds import Rounds
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -462,15 +463,32 @@ def test_a_failed_async_commit_is_raised_once_by_the_next_report_on_every_rank(s
     assert (manifest.step, manifest.parent) == (0, None)  # as if the failed one had never been
 
 
+@pytest.fixture
+def second_begun(monkeypatch):
+    """Returns, called once, a little after both ranks have begun the second report."""
+    begun, agree = threading.Semaphore(0), Rounds.agree
+
+    def begin(self, *given, **options):
+        begun.release()
+        return agree(self, *given, **options)
+
+    def second_begun():
+        assert all(begun.acquire(timeout=20) for _ in range(2 * 2))
+        time.sleep(0.2)  # there is time for it to end
+
+    monkeypatch.setattr(Rounds, "agree", begin)
+    return second_begun
+
+
 @pytest.mark.parametrize("bringing", [{0}, {1}, {0, 1}])
 def test_a_sync_report_that_repeats_the_step_of_a_commit_under_way_raises_its_failure_on_every_rank(
-    store, tmp_path, monkeypatch, bringing
+    store, tmp_path, monkeypatch, second_begun, bringing
 ):
     put_bytes, fails = type(store.storage).put_bytes, True
 
     def fail_late(self, key, data):
         if fails and key.startswith(store.layout.manifests):
-            time.sleep(0.2)  # the other report has begun
+            second_begun()
             raise CommitFailedError("no manifest")
         put_bytes(self, key, data)
 
@@ -495,12 +513,14 @@ def test_a_sync_report_that_repeats_the_step_of_a_commit_under_way_raises_its_fa
 
 
 @pytest.mark.parametrize("idle", [0, 1])
-def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_too(store, tmp_path, monkeypatch, idle):
+def test_a_rank_that_brings_nothing_to_a_sync_report_ends_its_commits_before_it_too(
+    store, tmp_path, monkeypatch, second_begun, idle
+):
     release = StagedReport.release
 
     def release_late(self):
         if self.report.files == (f"m{idle}",):
-            time.sleep(0.2)
+            second_begun()
         release(self)
 
     monkeypatch.setattr(StagedReport, "release", release_late)
