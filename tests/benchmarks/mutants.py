@@ -417,6 +417,73 @@ MUTANTS = [
         ("secrets.token_bytes(_NONCE_BYTES)", "bytes(_NONCE_BYTES)"),
         ("Link(connection, keys[ours], keys[theirs])", 'Link(connection, keys[b"leader"], keys[b"leader"])'),
     ),
+    *mutants_of(
+        "tasks/training/retention_schedule.py",
+        "tests/tasks/training/test_retention_schedule.py",
+        ("() if restored is None else (restored,)", "()"),
+        ("PruneLimits(self._in_use, recorded, self._attempt)", "PruneLimits((), recorded, self._attempt)"),
+        ("self._in_use = ()  # no rank", "pass  # no rank"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/session.py",
+        "tests/ckpt/reporting/test_decisions.py",
+        ("self._background.wait_and_raise()\n        assert self._decisions", "assert self._decisions"),
+    ),
+    *mutants_of(
+        "ckpt/files/download.py",
+        "tests/ckpt/storage/test_folder_readers.py",
+        (
+            "[run.layout.data(manifest.id, entry.path) for entry in files]):\n        run.check_exists(manifest.id)",
+            "[run.check_exists(manifest.id), *(run.layout.data(manifest.id, it.path) for it in files)][1:]):",
+        ),
+    ),
+    *mutants_of(
+        "ckpt/reporting/commit.py",
+        "tests/ckpt/reporting/test_reports.py -k acknowledges_a_manifest",
+        ("run.storage.delete([key])\n        raise", "pass\n        raise"),
+    ),
+    *mutants_of(
+        "ckpt/reporting/rounds.py",
+        "tests/ckpt/reporting/test_reports.py -k repeats_the_step_of_a_commit",
+        ("if any(intent.awaits_commits for intent in intents):", "if False:"),
+    ),
+    *mutants_of(
+        "ckpt/runs/history.py",
+        "tests/ckpt/runs/test_history.py -k lost",
+        ("None if self._num_lost else self._before", "self._before"),
+    ),
+    *mutants_of(
+        "ckpt/storage/local_files/copies.py",
+        "tests/ckpt/storage/test_groups.py -k large_copy",
+        ("if len(writing) == _PIECES:", "if len(writing) > _PIECES:"),
+    ),
+    *mutants_of("ckpt/files/cache.py", "tests/ckpt/files/test_cache.py", ("fcntl.flock(reader, fcntl.LOCK_UN)", "pass")),
+    *mutants_of(
+        "tasks/training/workers_task.py",
+        "tests/tasks/training/test_start.py -k known_to_be_stopped",
+        (
+            "self._is_stopped = not verdict.goes_on\n            answer(key_value, request.number, verdict)",
+            "answer(key_value, request.number, verdict)\n            self._is_stopped = not verdict.goes_on",
+        ),
+    ),
+    *mutants_of(
+        "tasks/training/workers_task.py",
+        "tests/flows/test_interruptions.py -k overtaken_while_it_waited",
+        ("check_fence(self._store, claimed.number)", "pass"),
+    ),
+    *mutants_of(
+        "flows/trials/leading.py",
+        "tests/flows/trials/test_leading.py",
+        ("if run in busy:", "if False:"),
+        ("if not staying:", "if True:"),
+        ("        try:\n            staying", "        search.record_deleted(number, run)\n        try:\n            staying"),
+    ),
+    *mutants_of(
+        "deployments/resuming.py",
+        "tests/deployments/test_automations.py -k job_variables_of_the",
+        ("work_queue_name=crashed.work_queue_name,", ""),
+        ("job_variables=crashed.job_variables,", ""),
+    ),
 ]
 
 
