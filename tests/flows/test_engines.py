@@ -89,13 +89,18 @@ def words_of(process: psutil.Process) -> str:
 
 
 def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_folder, run, tmp_path):
-    """Also: no rank starts unless Ray has room for all."""
+    """Also: no rank starts unless Ray has room for all; and Ray reserves memory, too."""
     with ray_cluster(short_folder) as (address, second):
         many = ScalingConfig(num_workers=3, cluster=RayCluster(address=address, leader_address=LOOPBACK, wait_s=0))
         with pytest.raises(NotEnoughMachinesError, match=r"3 ranks wanted, the cluster has room for 2: "):
             train("trainings:train_epochs", {"epochs": 1}, many, RunConfig(storage=run.storage), failure=NO_FAILURE)
         cluster = RayCluster(
-            address=address, leader_address=LOOPBACK, placement_strategy="SPREAD", wait_s=0, environment=WITHOUT_COMPILER
+            address=address,
+            resources_per_worker={"CPU": 1, "memory": 1e8},
+            leader_address=LOOPBACK,
+            placement_strategy="SPREAD",
+            wait_s=0,
+            environment=WITHOUT_COMPILER,
         )
         (raylet,) = [child for child in second.children() if child.name() == "raylet"]
         scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster)

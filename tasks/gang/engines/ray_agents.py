@@ -63,12 +63,13 @@ class Bundle:
 
 def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:
     ray = _ray()
-    others = {name: amount for name, amount in resources.items() if name not in {"CPU", "GPU"}}
+    others = {name: amount for name, amount in resources.items() if name not in {"CPU", "GPU", "memory"}}
     return (
         ray.remote(Bundle)
         .options(
             num_cpus=resources.get("CPU", 0),
             num_gpus=resources.get("GPU", 0),
+            memory=resources.get("memory"),
             resources=others,
             max_restarts=0,  # the leader starts new attempts
             max_task_retries=0,
