@@ -33,7 +33,8 @@ class RayCluster(Cluster):
     resources_per_worker: dict[str, float] = Field(
         default={},
         title="Resources per rank",
-        description="What Ray reserves for each rank, such as GPU: 1. One CPU, and one GPU if ranks have GPUs, when empty.",
+        description="What Ray reserves for each rank, such as CPU: 8; one CPU when empty. And one GPU if ranks have GPUs, "
+        "unless GPU is among the given ones.",
     )
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK", title="Placement", description="Whether ranks are on few machines, or spread over many."
@@ -50,7 +51,8 @@ class RayCluster(Cluster):
         check_client("ray", "Ray", "ray")
         order = {
             "address": self.address,
-            "resources": self.resources_per_worker or {"CPU": 1.0, **({"GPU": 1.0} if wanted.use_gpu else {})},
+            # Without a GPU in it, a group may be where all GPUs are lent to others.
+            "resources": {**({"GPU": 1.0} if wanted.use_gpu else {}), **(self.resources_per_worker or {"CPU": 1.0})},
             "strategy": self.placement_strategy,
             "fewest": wanted.fewest,
             "most": wanted.most,

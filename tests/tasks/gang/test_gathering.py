@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import shlex
 import socket
@@ -327,6 +328,22 @@ def test_the_leader_waits_for_how_much_room_ray_has_at_the_end_of_the_wait(monke
     with gather(cluster, MachineRequest(3, 3, use_gpu=False, avoid=frozenset())) as gathering:
         assert not gathering.wait(lambda: None)
         assert gathering.counted == ("room for 2: with {'CPU': 1.0} for each rank", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "reserved"),
+    [
+        ({}, {"CPU": 1, "GPU": 1}),
+        ({"CPU": 8}, {"CPU": 8, "GPU": 1}),
+        ({"GPU": 2}, {"GPU": 2}),
+    ],
+)
+def test_ray_reserves_a_gpu_for_each_rank_that_needs_one(given, reserved):
+    """Also beside other resources: else the rank would take a GPU that Ray has lent to others."""
+    commands = []
+    agents = SimpleNamespace(arguments=list, run=lambda command, _: commands.append(shlex.split(command)))
+    with RayCluster(resources_per_worker=given).lend(MachineRequest(1, 1, use_gpu=True, avoid=frozenset()), agents):
+        assert json.loads(commands[0][-1])["resources"] == reserved
 
 
 def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
