@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -40,6 +40,20 @@ class MachineRequest:
         if given is not None or self.use_gpu:
             return given
         return math.ceil(self.most / max(1, num_machines))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnd:
+    """Why an agent has ended, as its cluster says.
+
+    Attributes:
+        reason: The reason.
+        is_out_of_memory: Whether its processes used too much memory, which says nothing against its machine.
+
+    """
+
+    reason: str
+    is_out_of_memory: bool = False
 
 
 class Agents(Protocol):
@@ -89,6 +103,13 @@ class Agents(Protocol):
         """Say why some agents have not come yet, by their names, in place of what was said before.
 
         The reasons are logged, and are part of the error if the agents never come.
+        """
+        ...
+
+    def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:
+        """Have `explain` asked, with the name of an agent that came and has closed its connection, why it has ended.
+
+        No attempt follows until it answers, so it is to do so within seconds: with None if the cluster does not say.
         """
         ...
 

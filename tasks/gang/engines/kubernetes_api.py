@@ -14,6 +14,7 @@ from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .client_process import check_client
+from .cluster import AgentEnd
 from .kubernetes_job import JOB_OF_SET, JOB_SET_GROUP, JOB_SET_VERSION, AgentPods, job, job_set, secret
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -24,6 +25,8 @@ _RIGHTS = (
 # For a connection, and for each byte of a response: without limits, the client waits forever for an answer that was lost.
 _TIMES: dict[str, Any] = {"_request_timeout": (10.0, 30.0)}
 _DELETION: dict[str, Any] = {"propagation_policy": "Background", **_TIMES}
+_OUT_OF_MEMORY = "OOMKilled"
+_ENDED = {"Failed", "Succeeded"}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
 
 
@@ -107,20 +110,31 @@ class KubernetesApi:
         """Return, by the pod's number, why a pod does not run yet, and whether it never will."""
         found: dict[int, tuple[str, bool]] = {}
         missing = set(range(pods.num_pods))
-        for pod in self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **_TIMES).items:
-            number = int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1))
+        for number, pod in self._list(pods):
             missing.discard(number)
             for status in [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]:
                 waiting = status.state.waiting
                 if waiting is not None and waiting.reason:
                     found[number] = (f"{waiting.reason}: {waiting.message or ''}".strip(": "), waiting.reason in _HOPELESS)
-            if pod.status.phase in {"Failed", "Succeeded"}:
-                found[number] = (f"its pod has ended: {pod.status.reason or pod.status.phase}", True)
+            if pod.status.phase in _ENDED:
+                found[number] = (_end(pod).reason, True)
             for condition in pod.status.conditions or []:
                 if condition.reason == "Unschedulable":
                     found[number] = (f"unschedulable: {condition.message}", False)
         refusal = self._refusal(pods) if missing else None
         return found if refusal is None else {**found, **dict.fromkeys(missing, (refusal, False))}
+
+    def end(self, pods: AgentPods, number: int) -> AgentEnd | None:
+        """Return why a pod has ended; None if it has not, or is gone."""
+        ended = (pod for its_number, pod in self._list(pods) if its_number == number and pod.status.phase in _ENDED)
+        return next(map(_end, ended), None)
+
+    def _list(self, pods: AgentPods) -> list[tuple[int, Any]]:
+        """Return the pods that there are, with their numbers."""
+        found = self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **_TIMES).items
+        return [
+            (int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1)), pod) for pod in found
+        ]
 
     def _refusal(self, pods: AgentPods) -> str | None:
         """Return why Kubernetes does not create pods of the Job, such as a quota, as far as the flow may read its events."""
@@ -145,6 +159,15 @@ class KubernetesApi:
 
     def _own_pod(self) -> Any:
         return self._core.read_namespaced_pod(_own_name(), self._own_namespace, **_TIMES)
+
+
+def _end(pod: Any) -> AgentEnd:
+    """Return why a pod has ended: Kubernetes' reason, such as Evicted, else that of a container, such as OOMKilled."""
+    ended = [status.state.terminated for status in pod.status.container_statuses or [] if status.state.terminated is not None]
+    reasons = {it.reason for it in ended if it.exit_code and it.reason}
+    of_pod = ": ".join(filter(None, [pod.status.reason, pod.status.message]))
+    reason = of_pod or ", ".join(sorted(reasons)) or pod.status.phase
+    return AgentEnd(f"its pod has ended: {reason}", is_out_of_memory=_OUT_OF_MEMORY in reasons)
 
 
 def _own_name() -> str:

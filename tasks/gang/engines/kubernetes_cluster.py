@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from secrets import token_hex
@@ -9,11 +10,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from .cluster import Agents, Cluster, MachineRequest
+from .cluster import AgentEnd, Agents, Cluster, MachineRequest
 from .kubernetes_api import KubernetesApi
-from .kubernetes_job import AgentPods, machine_of, pod_name, pod_of
+from .kubernetes_job import AgentPods, machine_of, number_of, pod_name, pod_of
 
 _POLL_S = 2.0
+_END_S = 5.0  # until the status of a pod that has ended says so; usually a second
+_END_POLL_S = 0.5
 
 
 class KubernetesCluster(Cluster):
@@ -83,6 +86,7 @@ class KubernetesCluster(Cluster):
             agents.expect(pod_name(number))
         ended = threading.Event()
         watch = threading.Thread(target=_watch, args=(cluster, pods, agents, ended), daemon=True)
+        agents.explain_ends(lambda agent: _explain_end(cluster, pods, number_of(agent), ended))
         try:
             cluster.create(pods, agents.key)
             watch.start()
@@ -116,3 +120,14 @@ def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threa
             for name, (reason, is_hopeless) in problems.items():
                 if is_hopeless:
                     agents.fail(name, reason)
+
+
+def _explain_end(cluster: KubernetesApi, pods: AgentPods, number: int, ended: threading.Event) -> AgentEnd | None:
+    """Return why a pod has ended; None if Kubernetes does not say so soon, as for a machine that was switched off."""
+    ends_s = time.monotonic() + _END_S
+    with suppress(*cluster.errors, OSError):
+        while (end := cluster.end(pods, number)) is None and time.monotonic() < ends_s:
+            if ended.wait(_END_POLL_S):
+                break
+        return end
+    return None

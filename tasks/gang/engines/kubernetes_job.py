@@ -107,7 +107,12 @@ def machine_of(agent: str) -> str:
 
 def pod_of(agent: str) -> str:
     """Return the name of the pod in which the agent of this name runs."""
-    return pod_name(agent.rpartition("/")[2].partition("+")[0])
+    return pod_name(number_of(agent))
+
+
+def number_of(agent: str) -> int:
+    """Return the number of the pod in which the agent of this name runs."""
+    return int(agent.rpartition("/")[2].partition("+")[0])
 
 
 def pod_name(index: int | str) -> str:

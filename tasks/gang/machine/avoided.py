@@ -44,10 +44,13 @@ class AvoidedMachines:
         return max(0.0, first_s + _AVOID_S - time.monotonic())
 
     def record_losses(self, machines: Sequence[RemoteMachine]) -> set[str]:
-        """Avoid those that are lost, cut off from others or terminated, and return their names."""
+        """Avoid those that are lost, cut off from others or terminated, and return their names.
+
+        One whose processes used too much memory is not avoided: they would do so on any other.
+        """
         lost = {machine.name for machine in machines if machine.lost or machine.is_terminated}
         lost |= parted_from_others([machine for machine in machines if machine.name not in lost])
-        self._avoid(lost)
+        self._avoid(lost - {machine.name for machine in machines if machine.is_out_of_memory})
         return lost
 
     def record_faults(self, machines: Sequence[RemoteMachine], faulty: Collection[str]) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
-from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
+from prefect_torch.tasks.gang.engines.cluster import AgentEnd, Cluster, MachineRequest
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 from .agent_listener import AgentListener
@@ -54,6 +54,7 @@ class Gathering:
         self._failed: dict[str, str] = {}
         self._delays: Mapping[str, str] = {}
         self._returned: set[str] = set()  # kinds of delays
+        self._explain: Callable[[str], AgentEnd | None] | None = None
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
         self.is_over = False
         self._changing = threading.Lock()
@@ -91,6 +92,10 @@ class Gathering:
     def delay(self, reasons: Mapping[str, str]) -> None:
         """Say why some agents have not come yet, by their names, in place of what was said before."""
         self._delays = dict(reasons)
+
+    def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:
+        """Ask `explain` why an agent that came has ended."""
+        self._explain = explain
 
     def new_delays(self) -> list[str]:
         """Return why agents have not come yet, without kinds of reasons that an earlier call returned."""
@@ -204,7 +209,7 @@ class Gathering:
             self.fail(name, reason)
 
     def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
-        machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks)
+        machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks, self._explain)
         refusal = _NO_GPU if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
             if refusal is not None:

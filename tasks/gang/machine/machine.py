@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import cloudpickle
 from prefect.settings import get_current_settings
 from prefect_torch.ckpt import StorageSpec
+from prefect_torch.tasks.gang.engines.cluster import AgentEnd
 from prefect_torch.tasks.gang.processes.fork_servers import RANK_PROGRAM
 from prefect_torch.tasks.options.settings import TorchSettings
-from prefect_torch.tasks.rank.spec import RankSpec
+from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 
 from .link import LINK_HEARTBEAT_S, Link, LinkError
 from .remote_rank import RemoteRank
@@ -32,6 +33,7 @@ class RemoteMachine:
         hello: Its description by the agent: its name, its address, the ranks for which it has room.
         environment: Variables of its ranks in addition to those of the machine.
         not_for_ranks: Variables of the agent that its ranks do not inherit.
+        explain: Asked with its name why its agent has ended; None if its cluster does not know.
 
     Attributes:
         name: Its name.
@@ -40,12 +42,18 @@ class RemoteMachine:
         slots: For how many ranks it has room.
         unreached: The names of other machines that it no longer reaches.
         lost: Why it is lost; None while it is not.
+        is_out_of_memory: Whether it is lost since its processes used too much memory; known once a rank has finished.
         is_terminated: Whether its agent was sent SIGTERM: the machine is going to be taken away.
 
     """
 
     def __init__(
-        self, link: Link, hello: Mapping[str, Any], environment: Mapping[str, str], not_for_ranks: Sequence[str]
+        self,
+        link: Link,
+        hello: Mapping[str, Any],
+        environment: Mapping[str, str],
+        not_for_ranks: Sequence[str],
+        explain: Callable[[str], AgentEnd | None] | None = None,
     ) -> None:
         self.name = str(hello["name"])
         self.address = str(hello["address"])
@@ -53,7 +61,11 @@ class RemoteMachine:
         self.slots = int(hello["slots"])
         self.unreached: frozenset[str] = frozenset()
         self.lost: str | None = None
+        self.is_out_of_memory = False
         self.is_terminated = False
+        self._explain = explain  # None once it was asked
+        self._has_closed = False  # whether its agent has closed the link, which the cluster may explain
+        self._explaining = threading.Lock()
         self._link = link
         self._environment = dict(environment)
         self._not_for_ranks = list(not_for_ranks)
@@ -138,7 +150,7 @@ class RemoteMachine:
             try:
                 self._link.send_heartbeat()
             except LinkError as exc:
-                self._lose(str(exc))
+                self._lose(str(exc), has_closed=True)
 
     def _orders(self, environment: Mapping[str, str], local_world_size: int) -> dict[str, Any]:
         """Return the fields of an order from which the agent makes the environment of a process."""
@@ -150,12 +162,21 @@ class RemoteMachine:
         }
 
     def _add(self, number: int, *, records_collectives: bool) -> RemoteRank:
-        rank = RemoteRank(partial(self._order, number), self.name, records_collectives=records_collectives)
+        rank = RemoteRank(partial(self._order, number), self.name, self._loss, records_collectives=records_collectives)
         with self._losing:
             self._ranks[number] = rank
             if self.lost is not None:
-                rank.record({"type": "lost", "reason": self.lost})
+                rank.record({"type": "lost"})
         return rank
+
+    def _loss(self) -> RankResult:
+        """Return how the ranks have ended that were lost with it; the first call asks the cluster, and adds its reason."""
+        with self._explaining:
+            explain, self._explain = self._explain, None
+            if explain is not None and self._has_closed and (end := explain(self.name)) is not None:
+                self.lost, self.is_out_of_memory = f"{self.lost}: {end.reason}", end.is_out_of_memory
+        error = f"its machine {self.name} is lost: {self.lost}"
+        return RankResult(kind="out_of_memory" if self.is_out_of_memory else "infrastructure", error=error)
 
     def _order(self, rank: int, order: str) -> None:
         self._send({"type": order, "rank": rank})
@@ -175,14 +196,14 @@ class RemoteMachine:
                 else:
                     self._ranks[message["rank"]].record(message, body)
         except LinkError as exc:
-            self._lose(f"its agent is gone: {exc}")
+            self._lose(f"its agent is gone: {exc}", has_closed=True)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, *, has_closed: bool = False) -> None:
         with self._losing:
             if self.lost is None:
-                self.lost = reason
+                self.lost, self._has_closed = reason, has_closed and not self.is_terminated
                 for rank in self._ranks.values():
-                    rank.record({"type": "lost", "reason": reason})
+                    rank.record({"type": "lost"})
         self._link.close()
 
 

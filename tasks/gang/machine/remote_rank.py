@@ -19,13 +19,17 @@ class RemoteRank:
     Args:
         order: Sends an order to the agent: to end the process, to print its stack traces, or, after "read", more of its lines.
         machine: The name of its machine.
+        loss: Returns how the rank has ended if it was lost with the machine; may take seconds.
         records_collectives: Whether NCCL keeps a record of the rank's last collectives.
 
     """
 
-    def __init__(self, order: Callable[[str], None], machine: str, *, records_collectives: bool) -> None:
+    def __init__(
+        self, order: Callable[[str], None], machine: str, loss: Callable[[], RankResult], *, records_collectives: bool
+    ) -> None:
         self._order = order
         self._machine = machine
+        self._loss = loss
         self._records = records_collectives
         self._messages: queue.SimpleQueue[tuple[Mapping[str, Any], bytes]] = queue.SimpleQueue()
         self._exit: Mapping[str, Any] = {}
@@ -80,7 +84,7 @@ class RemoteRank:
         for _ in self.lines(1.0) if not self._exit else ():
             pass
         if self._exit["type"] == "lost":
-            return RankResult(kind="infrastructure", error=f"its machine {self._machine} is lost: {self._exit['reason']}")
+            return self._loss()
         if (record := self._exit["record"]) is not None:
             get_run_logger().warning("the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace",
                                      record, self._machine)  # fmt: skip

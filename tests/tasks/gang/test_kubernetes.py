@@ -20,12 +20,13 @@ import yaml
 from engine_servers import KubernetesServer
 from prefect_servers import wait_until
 from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
-from prefect_torch.tasks.gang.engines.cluster import MachineRequest
+from prefect_torch.tasks.gang.engines.cluster import AgentEnd, MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
 from prefect_torch.tasks.gang.engines.kubernetes_job import JOB_SET_GROUP, AgentPods, job
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine import lending
+from prefect_torch.tasks.gang.machine.avoided import AvoidedMachines
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.gang.machine.link import LinkError
@@ -52,6 +53,9 @@ class Asked:
         pass
 
     def delay(self, reasons):
+        pass
+
+    def explain_ends(self, explain):
         pass
 
 
@@ -259,14 +263,20 @@ def test_a_field_of_the_pods_that_is_ours_is_refused(field, given):
         KubernetesCluster(**{field: given})
 
 
+CONTAINER = {"name": "it", "image": "image", "imageID": "", "ready": False, "restartCount": 0}
+
+
 def listed(number, **status):
     """Return a pod as Kubernetes lists it."""
     return {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": str(number)}}, "status": status}
 
 
 def waiting(reason, message):
-    status = {"name": "it", "image": "image", "imageID": "", "ready": False, "restartCount": 0}
-    return [{**status, "state": {"waiting": {"reason": reason, "message": message}}}]
+    return [{**CONTAINER, "state": {"waiting": {"reason": reason, "message": message}}}]
+
+
+def terminated(reason, exit_code):
+    return [{**CONTAINER, "state": {"terminated": {"reason": reason, "exitCode": exit_code}}}]
 
 
 def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp_path, monkeypatch):
@@ -297,6 +307,52 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
         1: ("ImagePullBackOff: no such image", True),
         3: ("FailedCreate: exceeded quota: requests.nvidia.com/gpu", False),
     }
+
+
+def test_a_pod_that_has_ended_says_why(tmp_path, monkeypatch):
+    server = KubernetesServer(tmp_path, knows_job_sets=False)
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
+    server.listed["pods"] = [
+        listed(0, phase="Failed", containerStatuses=[*terminated("OOMKilled", 137), *terminated("Completed", 0)]),
+        listed(1, phase="Failed", reason="Evicted", message="low on resource: ephemeral-storage"),
+        listed(2, phase="Running", containerStatuses=terminated("OOMKilled", 137)),
+        listed(3, phase="Succeeded"),
+    ]
+    try:
+        api = KubernetesApi(None)
+        ends = [api.end(PODS, number) for number in range(5)]
+    finally:
+        server.stop()
+    assert ends == [
+        AgentEnd("its pod has ended: OOMKilled", is_out_of_memory=True),
+        AgentEnd("its pod has ended: Evicted: low on resource: ephemeral-storage"),
+        None,
+        AgentEnd("its pod has ended: Succeeded"),
+        None,
+    ]
+
+
+@pytest.mark.parametrize("reason", ["OOMKilled", "Evicted"])
+def test_the_loss_of_a_pod_says_why_it_ended_and_one_without_memory_is_no_reason_to_avoid_its_machine(monkeypatch, reason):
+    """The kernel kills all processes of a container together, so that no agent is left to count it."""
+    is_out_of_memory = reason == "OOMKilled"
+    pods = Pods({}, [None, AgentEnd(reason, is_out_of_memory=is_out_of_memory)])
+    monkeypatch.setattr(kubernetes_cluster, "_END_S", 60.0)
+    monkeypatch.setattr(kubernetes_cluster, "_END_POLL_S", 0.01)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: pods)
+    with gather(KubernetesCluster(image="image", leader_address="127.0.0.1"), WANTED) as gathering:
+        link = OpenLink()
+        gathering._enter(link, {"name": "node/0", "address": "127.0.0.1", "versions": versions(), "slots": 1})
+        (machine,) = gathering.wait(lambda: None)
+        rank = machine.run("any", None, None)
+        link.close()
+        for _ in range(2):  # the cluster is asked once
+            result = rank.finish()
+            assert result.kind == ("out_of_memory" if is_out_of_memory else "infrastructure")
+            assert result.error == f"its machine node/0 is lost: its agent is gone: closed: {reason}"
+    avoided = AvoidedMachines(lambda name: name)
+    assert avoided.record_losses([machine]) == {"node/0"}
+    assert avoided.now == (set() if is_out_of_memory else {"node/0"})
 
 
 def test_the_reason_for_which_a_pod_does_not_come_is_logged_and_part_of_the_error(monkeypatch, caplog):
@@ -336,8 +392,8 @@ class Pods:
 
     errors = ()
 
-    def __init__(self, problems):
-        self._problems = problems
+    def __init__(self, problems, ends=()):
+        self._problems, self._ends = problems, iter(ends)
 
     def own_reference(self):
         return None
@@ -347,6 +403,9 @@ class Pods:
 
     def problems(self, pods):
         return self._problems
+
+    def end(self, pods, number):
+        return next(self._ends)
 
     def delete(self, pods):
         pass

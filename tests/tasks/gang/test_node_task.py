@@ -198,7 +198,7 @@ def test_a_rank_for_which_this_machine_has_no_room_for_the_moment_counts_as_lost
 
 def test_a_rank_elsewhere_is_stopped_at_once_though_its_output_is_awaited_for_seconds():
     orders, stop = [], StopOrder()
-    rank = RemoteRank(orders.append, "machine", records_collectives=False)
+    rank = RemoteRank(orders.append, "machine", RankResult, records_collectives=False)
     stop.follow(rank.wake)
     lines = rank.lines(0.01)
     rank.record({"type": "lines", "lines": ["a line"]})
@@ -206,6 +206,6 @@ def test_a_rank_elsewhere_is_stopped_at_once_though_its_output_is_awaited_for_se
     stop.give("over")
     assert next(lines) == []  # it was woken
     assert next(lines) == []  # and looks often now
-    late = RemoteRank(orders.append, "machine", records_collectives=False)
+    late = RemoteRank(orders.append, "machine", RankResult, records_collectives=False)
     stop.follow(late.wake)
     assert next(late.lines(0.01)) == []
