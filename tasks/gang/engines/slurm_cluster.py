@@ -21,6 +21,7 @@ from .cluster import Agents, Cluster, MachineRequest
 
 _JOB_NAME = "--job-name="
 _EXCLUDE, _EXCLUDE_SHORTLY = "--exclude=", "-x"
+_CLUSTERS, _CLUSTERS_SHORTLY = ("--clusters", "--cluster"), "-M"
 _END_S = 3.0  # longer than the agents, srun and its allocation take to end
 _POLL_S = 0.5
 _ANSWER_S = 30.0
@@ -80,12 +81,13 @@ class SlurmCluster(Cluster):
         name = None if in_job is not None else self._job_name()
         without_layout = ["env", *(f"--unset={variable}" for variable in _LAYOUT_OF_TASKS)]
         command = shlex.join([*without_layout, *self._srun(nodes, wanted, name), *program])
-        agents.run(command if name is None else _watched(command, name, os.getpid()), ["Slurm"])
+        job = [] if name is None else [f"--name={name}", *_clusters(self.srun_arguments)]
+        agents.run(_watched(command, job, os.getpid()) if job else command, ["Slurm"])
         try:
             yield
         finally:
-            if name is not None:
-                _end_allocation(name)
+            if job:
+                _end_allocation(job)
 
     def _job_name(self) -> str:
         """Return a name that no other job has, by which the allocation can be cancelled."""
@@ -135,7 +137,20 @@ def _without_exclusions(arguments: list[str]) -> tuple[list[str], list[str]]:
     return excluded, others
 
 
-def _watched(command: str, name: str, leader: int) -> str:
+def _clusters(arguments: list[str]) -> list[str]:
+    """Return the option that has squeue and scancel look at the clusters which arguments of srun name; none without such."""
+    clusters = None
+    following = iter(arguments)
+    for argument in following:
+        name, _, value = argument.partition("=")
+        if name in _CLUSTERS:
+            clusters = value or next(following, "")
+        elif argument.startswith(_CLUSTERS_SHORTLY):
+            clusters = argument.removeprefix(_CLUSTERS_SHORTLY) or next(following, "")
+    return [] if clusters is None else [f"{_CLUSTERS[0]}={clusters}"]
+
+
+def _watched(command: str, job: list[str], leader: int) -> str:
     """Return `command` beside a watch that cancels its allocation if the leader is killed, and otherwise ends with the command.
 
     srun releases the allocation only once all agents have ended, and the agent of a lost machine never does. The guard of the
@@ -145,31 +160,33 @@ def _watched(command: str, name: str, leader: int) -> str:
     watch = (
         f"tail --pid={leader} -f /dev/null; "
         f'while read -r key state _; do [ "$key" = State: ] && break; done </proc/{leader}/status; '
-        f"case $state in ''|Z|X) scancel {shlex.quote(f'--name={name}')};; esac"
+        f"case $state in ''|Z|X) scancel {shlex.join(job)};; esac"
     )
     return f"{shlex.join(['sh', '-c', watch])} </dev/null >/dev/null 2>&1 & exec {command}"
 
 
-def _end_allocation(name: str) -> None:
-    """Cancel the allocation of an srun, unless it ends with the agents.
+def _end_allocation(job: list[str]) -> None:
+    """Cancel the allocation of an srun, which the options `job` select, unless it ends with the agents.
 
     Slurm keeps it after srun was killed: a pending allocation stays in the queue, and one with a lost machine holds the other
     machines until that machine returns.
     """
     try:
-        if not _ends_by_itself(name):
-            _cancel(name)
+        if not _ends_by_itself(job):
+            _cancel(job)
     except (OSError, subprocess.SubprocessError) as exc:
         said = getattr(exc, "stderr", None) or exc
-        get_run_logger().warning("the job %s may be left in Slurm, end it by scancel --name=%s: %s", name, name, said)
+        get_run_logger().warning("a job may be left in Slurm, end it by scancel %s: %s", shlex.join(job), said)
 
 
-def _ends_by_itself(name: str) -> bool:
+def _ends_by_itself(job: list[str]) -> bool:
     """Return whether the allocation has ended or is about to; False if Slurm does not say, as while its controller restarts."""
     ends_s = time.monotonic() + _END_S
     while True:
         with suppress(subprocess.SubprocessError):
-            state = _run("squeue", "--noheader", f"--name={name}", "--format=%T")
+            lines = _run("squeue", "--noheader", *job, "--format=%T").splitlines()
+            # Of clusters that are named, squeue says the names, whatever --noheader says.
+            state = next((line for line in lines if not line.startswith("CLUSTER: ")), "")
             if state in {*_ENDS_BY_ITSELF, "PENDING"}:
                 return state != "PENDING"
         if time.monotonic() > ends_s:
@@ -177,12 +194,12 @@ def _ends_by_itself(name: str) -> bool:
         time.sleep(_POLL_S)
 
 
-def _cancel(name: str) -> None:
+def _cancel(job: list[str]) -> None:
     from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed  # noqa: PLC0415 - rarely needed
 
     is_temporary = retry_if_exception_type(subprocess.SubprocessError)
     retrying = Retrying(retry=is_temporary, stop=stop_after_delay(_ANSWER_S), wait=wait_fixed(_POLL_S), reraise=True)
-    retrying(_run, "scancel", f"--name={name}")
+    retrying(_run, "scancel", *job)
 
 
 def _run(*command: str) -> str:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -251,6 +252,25 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     assert not (tmp_path / "cancelled").exists()
 
 
+@pytest.mark.parametrize("given", [["-M", "gpu"], ["-Mgpu"], ["--clusters=gpu"], ["--clusters", "gpu"], ["--cluster=gpu"]])
+@pytest.mark.parametrize("state", ["PENDING", ""])
+def test_an_allocation_on_another_cluster_is_looked_for_and_cancelled_there(monkeypatch, tmp_path, given, state):
+    programs = {"squeue": f"[ $2 = --clusters=gpu ] && echo CLUSTER: gpu && echo {state}", "scancel": "echo $* > cancelled"}
+    for name, lines in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\n[ $1 = --noheader ] && shift\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    commands = []
+    agents = SimpleNamespace(arguments=lambda slots: [], run=lambda command, _: commands.append(command))
+    with SlurmCluster(srun_arguments=[*given, "--cluster-constraint=any"]).lend(
+        MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), agents
+    ):
+        pass
+    (of_watch,) = re.findall(r"scancel (--name=\S+ --clusters=gpu);;", commands[0])
+    assert not state or (tmp_path / "cancelled").read_text().strip() == of_watch
+    assert (tmp_path / "cancelled").exists() == bool(state)
+
+
 @pytest.mark.parametrize("given", [["--exclude=bad[1-2]"], ["--exclude", "bad[1-2]"], ["-x", "bad[1-2]"], ["-xbad[1-2]"]])
 def test_srun_excludes_lost_machines_beside_those_that_its_arguments_exclude(monkeypatch, given):
     """It obeys the last --exclude only."""
@@ -371,7 +391,7 @@ def test_the_allocation_of_a_leader_that_is_killed_is_cancelled(tmp_path, monkey
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with subprocess.Popen(["sleep", "600"]) as leader:
-        launcher = AgentLauncher(slurm_cluster._watched("srun --nodes=2", "own", leader.pid), "key", lambda _: None)
+        launcher = AgentLauncher(slurm_cluster._watched("srun --nodes=2", ["--name=own"], leader.pid), "key", lambda _: None)
         wait_until((tmp_path / "started").exists, "srun is started")
         if is_killed:
             leader.kill()
