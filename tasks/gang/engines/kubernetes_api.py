@@ -25,6 +25,8 @@ _RIGHTS = (
 # For a connection, and for each byte of a response: without limits, the client waits forever for an answer that was lost.
 _TIMES: dict[str, Any] = {"_request_timeout": (10.0, 30.0)}
 _DELETION: dict[str, Any] = {"propagation_policy": "Background", **_TIMES}
+_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
+_PREFECTS_CONTAINER = "prefect-job"  # in Prefect's job template, and in ours
 _OUT_OF_MEMORY = "OOMKilled"
 _ENDED = {"Failed", "Succeeded"}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
@@ -60,8 +62,10 @@ class KubernetesApi:
             groups = kubernetes.client.ApisApi().get_api_versions(**_TIMES).groups
         self._has_job_sets = any(group.name == JOB_SET_GROUP for group in groups)
 
-    def own_image(self) -> str:
-        """Return the image of the flow's own pod.
+    def own_image(self) -> tuple[str, list[dict[str, str]]]:
+        """Return the image of the flow's own container, and the Secrets with which it is pulled.
+
+        A service mesh may have put its container before the flow's.
 
         Raises:
             ValueError: If the flow does not run in a pod.
@@ -70,7 +74,11 @@ class KubernetesApi:
         if not self._inside:
             raise ValueError("KubernetesCluster(image=...) is needed, since this flow does not run in a pod")
         with self._explained():
-            return str(self._own_pod().spec.containers[0].image)
+            pod = self._own_pod()
+        images = {container.name: container.image for container in pod.spec.containers}
+        named = ((pod.metadata.annotations or {}).get(_DEFAULT_CONTAINER), _PREFECTS_CONTAINER, pod.spec.containers[0].name)
+        image = next(images[name] for name in named if name in images)
+        return str(image), [{"name": secret.name} for secret in pod.spec.image_pull_secrets or []]
 
     def own_reference(self) -> dict[str, str] | None:
         """Return an owner reference to the flow's own pod; None outside of a pod, or if the pods are in another namespace."""

@@ -67,9 +67,10 @@ class KubernetesCluster(Cluster):
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Create the Job, and delete it at the end."""
         cluster = KubernetesApi(self.namespace)
+        image, pull_secrets = (self.image, []) if self.image else cluster.own_image()
         pods = AgentPods(
             name=f"prefect-torch-{token_hex(5)}",
-            image=self.image or cluster.own_image(),
+            image=image,
             num_pods=math.ceil(wanted.most / self.ranks_per_pod),
             arguments=agents.arguments(slots=self.ranks_per_pod),
             limits=self.limits,
@@ -77,7 +78,7 @@ class KubernetesCluster(Cluster):
             avoid=sorted(set(map(machine_of, wanted.avoid - wanted.in_use))),
             shared_memory=self.shared_memory,
             grace_s=self.termination_grace_s,
-            pod_spec=self.pod_spec,
+            pod_spec={**({"imagePullSecrets": pull_secrets} if pull_secrets else {}), **self.pod_spec},
             container_spec=self.container_spec,
             owner=cluster.own_reference(),
             suffix=f"+{len(wanted.in_use)}" if wanted.in_use else "",

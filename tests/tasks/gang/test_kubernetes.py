@@ -179,6 +179,39 @@ def own_pod(account, claims):
     (account / "token").write_text(f"header.{payload}.signature")
 
 
+@pytest.mark.parametrize(
+    ("names", "annotations", "image"),
+    [
+        (["linkerd-proxy", "prefect-job"], None, "registry/prefect-job"),
+        (["istio-proxy", "flow", "logs"], {"kubectl.kubernetes.io/default-container": "flow"}, "registry/flow"),
+        (["flow", "istio-proxy"], {"kubectl.kubernetes.io/default-container": "gone"}, "registry/flow"),
+    ],
+)
+def test_the_image_is_that_of_the_flow_beside_the_containers_of_a_service_mesh(
+    api, monkeypatch, tmp_path, names, annotations, image
+):
+    """It is pulled with the Secrets of the flow's pod."""
+    own_pod(tmp_path, {})
+    secrets = [kubernetes.client.V1LocalObjectReference(name="registry")]
+    containers = [SimpleNamespace(name=name, image=f"registry/{name}") for name in names]
+    pod = SimpleNamespace(
+        metadata=SimpleNamespace(name="flow", uid="7", annotations=annotations),
+        spec=SimpleNamespace(containers=containers, image_pull_secrets=secrets),
+    )
+    monkeypatch.setattr(kubernetes_api, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(kubernetes.config, "load_incluster_config", lambda: None)
+    monkeypatch.setattr(api._core, "read_namespaced_pod", lambda *_, **__: pod)
+    created = []
+    monkeypatch.setattr(KubernetesApi, "create", lambda _, pods, key: created.append(job(pods)["spec"]["template"]["spec"]))
+    monkeypatch.setattr(KubernetesApi, "delete", lambda *_: None)
+    monkeypatch.setattr(KubernetesApi, "problems", lambda *_: {})
+    for given in ({}, {"imagePullSecrets": [{"name": "other"}]}):
+        with KubernetesCluster(pod_spec=given).lend(WANTED, Asked()):
+            pass
+    assert [pod["containers"][0]["image"] for pod in created] == [image, image]
+    assert [pod["imagePullSecrets"] for pod in created] == [[{"name": "registry"}], [{"name": "other"}]]
+
+
 def test_outside_of_a_pod_an_image_is_needed(api, monkeypatch):
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
     with pytest.raises(ValueError, match=r"KubernetesCluster\(image=\.\.\.\) is needed"):
