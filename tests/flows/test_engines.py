@@ -224,12 +224,8 @@ def test_a_training_in_pods(tmp_path, run, monkeypatch, knows_job_sets):
     finally:
         server.stop()
     assert result.return_value == {"begun": 0, "attempt": 1}
-    kind = (
-        "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets"
-        if knows_job_sets
-        else "/apis/batch/v1/namespaces/default/jobs"
-    )
+    kind = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets" if knows_job_sets else "/apis/batch/v1/namespaces/team/jobs"
     (first, second, last) = server.requests
     assert first == ("POST", kind)
-    assert second == ("POST", "/api/v1/namespaces/default/secrets")
+    assert second == ("POST", "/api/v1/namespaces/team/secrets")
     assert (last[0], last[1].rpartition("/")[0]) == ("DELETE", kind)

@@ -197,7 +197,7 @@ class KubernetesServer:
                     "kind": "Config",
                     "clusters": [{"name": "c", "cluster": {"server": f"http://{LOOPBACK}:{self._http.server_port}"}}],
                     "users": [{"name": "u", "user": {}}],
-                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+                    "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "team"}}],
                     "current-context": "x",
                 }
             )

@@ -36,7 +36,7 @@ class KubernetesApi:
     """A connection to Kubernetes, as the flow's pod or as this user.
 
     Args:
-        namespace: Where the pods are; that of the flow's own pod if None.
+        namespace: Where the pods are; that of the flow's own pod if None, or outside of a pod that of kubectl.
 
     Attributes:
         errors: The exceptions of a request that is refused or not answered.
@@ -52,9 +52,16 @@ class KubernetesApi:
         self._inside = _ACCOUNT.exists()
         if self._inside:
             kubernetes.config.load_incluster_config()
+            self._own_namespace = (_ACCOUNT / "namespace").read_text().strip()
         else:
-            kubernetes.config.load_kube_config()
-        self._own_namespace = (_ACCOUNT / "namespace").read_text().strip() if self._inside else "default"
+            try:
+                kubernetes.config.load_kube_config()
+                _, context = kubernetes.config.list_kube_config_contexts()
+            except kubernetes.config.ConfigException as exc:
+                raise ValueError(
+                    f"outside of a pod, KubernetesCluster needs a kubeconfig with a current context: {exc}"
+                ) from exc
+            self._own_namespace = context["context"].get("namespace") or "default"
         self._namespace = namespace or self._own_namespace
         self._core, self._batch = kubernetes.client.CoreV1Api(), kubernetes.client.BatchV1Api()
         self._custom = kubernetes.client.CustomObjectsApi()

@@ -31,7 +31,11 @@ class KubernetesCluster(Cluster):
 
     kind: Literal["kubernetes"] = "kubernetes"
     image: str | None = Field(default=None, title="Image", description="The image of the flow's own pod when empty.")
-    namespace: str | None = Field(default=None, title="Namespace", description="That of the flow's own pod when empty.")
+    namespace: str | None = Field(
+        default=None,
+        title="Namespace",
+        description="That of the flow's own pod when empty; outside of a pod, that of kubectl's current context.",
+    )
     ranks_per_pod: int = Field(default=1, ge=1, title="Ranks per pod", description="For how many ranks a pod has room.")
     limits: dict[str, str] = Field(
         default={}, title="Limits", description="The resources of a pod, such as nvidia.com/gpu: '8' and memory: 200Gi."

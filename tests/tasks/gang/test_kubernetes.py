@@ -68,6 +68,7 @@ def api(monkeypatch):
     configuration.host, configuration.retries = f"http://127.0.0.1:{free_port()}", 0
     client = kubernetes.client.ApiClient(configuration)
     monkeypatch.setattr(kubernetes.config, "load_kube_config", lambda: None)
+    monkeypatch.setattr(kubernetes.config, "list_kube_config_contexts", lambda: ([], {"context": {}}))
     monkeypatch.setattr(kubernetes.client.ApisApi, "get_api_versions", lambda self, **_: SimpleNamespace(groups=[]))
     for name in ("CoreV1Api", "BatchV1Api", "CustomObjectsApi"):
         made = getattr(kubernetes.client, name)(client)
@@ -210,6 +211,15 @@ def test_the_image_is_that_of_the_flow_beside_the_containers_of_a_service_mesh(
             pass
     assert [pod["containers"][0]["image"] for pod in created] == [image, image]
     assert [pod["imagePullSecrets"] for pod in created] == [[{"name": "registry"}], [{"name": "other"}]]
+
+
+def test_outside_of_a_pod_and_without_a_kubeconfig_there_is_no_cluster(monkeypatch, tmp_path):
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "missing"))
+    with pytest.raises(
+        ValueError,
+        match=r"^outside of a pod, KubernetesCluster needs a kubeconfig with a current context: Invalid kube-config file",
+    ):
+        KubernetesApi(None)
 
 
 def test_outside_of_a_pod_an_image_is_needed(api, monkeypatch):
