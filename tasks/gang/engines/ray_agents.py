@@ -7,6 +7,7 @@ process is gone.
 """
 
 import logging
+import os
 import sys
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 from .agent_process import run_agent
 from .client_process import import_client, read_order, say, say_room
 
+_GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")  # of NVIDIA, AMD and Intel
 _SETTLE_S = 5.0  # how long a placement for which there is room may take
 
 
@@ -34,7 +36,7 @@ def main() -> None:
         there = [number for number, place in enumerate(places) if place[0] == node]
         gpus = [gpu for number in there for gpu in places[number][1]]
         arguments = [*order["arguments"], "--name", names.get(node, node), "--slots", str(len(there))]
-        agents.append(bundles[there[0]].run.remote(arguments, key, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
+        agents.append(bundles[there[0]].run.remote(arguments, key, gpus))
     while agents:
         ended, agents = ray.wait(agents)
         try:
@@ -53,12 +55,16 @@ class Bundle:
 
     def place(self) -> tuple[str, list[str]]:
         """Return the id of its machine, and its GPUs."""
-        ray = _ray()
-        return ray.get_runtime_context().get_node_id(), [str(gpu) for gpu in ray.get_gpu_ids()]
+        return _ray().get_runtime_context().get_node_id(), self._gpus()
 
-    def run(self, arguments: Sequence[str], key: str, environment: dict[str, str]) -> str:
-        """Run the agent of its machine, for all bundles there."""
-        return run_agent(arguments, key, environment)
+    def run(self, arguments: Sequence[str], key: str, gpus: list[str]) -> str:
+        """Run the agent of its machine, for all bundles there, which have these GPUs."""
+        own = ",".join(self._gpus())
+        of_ray = [variable for variable in _GPU_VARIABLES if os.environ.get(variable) == own]
+        return run_agent(arguments, key, dict.fromkeys(of_ray or _GPU_VARIABLES[:1], ",".join(gpus)) if gpus else {})
+
+    def _gpus(self) -> list[str]:
+        return [str(gpu) for gpu in _ray().get_gpu_ids()]
 
 
 def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:

@@ -350,6 +350,21 @@ def test_the_leader_waits_for_how_much_room_ray_has_at_the_end_of_the_wait(monke
         assert gathering.counted == ("room for 2: with {'CPU': 1.0} for each rank", 2)
 
 
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
+def test_the_agent_of_a_machine_of_ray_has_the_gpus_of_all_bundles_there(monkeypatch, variable):
+    """In the variable in which Ray has set that of the agent's own bundle; the others may be set for other reasons."""
+    environments = []
+    monkeypatch.setattr(ray_agents, "_ray", lambda: SimpleNamespace(get_gpu_ids=lambda: [1]))
+    monkeypatch.setattr(ray_agents, "run_agent", lambda _arguments, _key, environment: environments.append(environment))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
+    monkeypatch.setenv(variable, "1")
+    ray_agents.Bundle().run([], "key", ["1", "2"])
+    ray_agents.Bundle().run([], "key", [])
+    assert environments == [{variable: "1,2"}, {}]
+
+
 @pytest.mark.parametrize(
     ("given", "reserved"),
     [
