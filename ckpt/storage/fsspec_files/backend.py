@@ -34,6 +34,9 @@ _LOGIN_REFUSED = re.compile(
     r"(?!\w+: Authentication (?:timeout|failed: transport shut down))"
     r"(?:\w*(?:Authentication|Logon|Login|PasswordRequired)|\w+: (?:530 |No authentication methods|Server .* not found in))"
 )
+# UTC, and perhaps fractions of a second (https://www.rfc-editor.org/rfc/rfc3659#section-2.3). Servers that do not know MLSD
+# show the local time, without its zone and mostly without a year.
+_TIME_OF_FTP = re.compile(r"[0-9]{14}(?=\.|$)")
 _SFTP_FAILURE = "OSError: Failure"
 
 
@@ -199,7 +202,7 @@ class FsspecStorage:
         for folder, paths in paths_in.items():
             for path in paths:
                 with suppress(FileNotFoundError), self._reading(path.removeprefix(f"{self._root}/")) as fs:
-                    fs.rm_file(path)
+                    _remove(fs, path)
             with self._connected(folder) as fs:
                 remove_empty(fs, folder, self._root, self._may_remove)
 
@@ -301,6 +304,21 @@ class FsspecStorage:
             raise StorageError(f"{where}: {text}") from exc
 
 
+def _remove(fs: FileSystem, path: str) -> None:
+    """Remove a file.
+
+    Raises:
+        FileNotFoundError: If it does not exist, for which FTP has an error of its own, that of a missing permission, too.
+
+    """
+    try:
+        fs.rm_file(path)
+    except Exception as exc:
+        if not isinstance(exc, OSError):
+            fs.info(path)
+        raise
+
+
 def _modified_s(info: dict[str, Any]) -> float:
     """Return the time of the last change; filesystems name it differently, and some do not report it."""
     for name in ("mtime", "modified", "LastModified", "last_modified", "created"):
@@ -309,4 +327,8 @@ def _modified_s(info: dict[str, Any]) -> float:
             return value.timestamp()
         if isinstance(value, (int, float)):
             return float(value)
+    if (ms := info.get("modificationTime")) is not None:  # WebHDFS
+        return float(ms) / 1000
+    if (found := _TIME_OF_FTP.match(str(info.get("modify")))) is not None:
+        return datetime.strptime(f"{found[0]}+0000", "%Y%m%d%H%M%S%z").timestamp()
     return 0.0

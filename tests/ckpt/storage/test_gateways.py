@@ -25,6 +25,7 @@ from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files import connections as fsspec_connections
 from prefect_torch.ckpt.storage.fsspec_files import reads as fsspec_reads
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
+from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
@@ -671,6 +672,45 @@ def test_what_another_client_has_replaced_or_removed_is_seen(password_server):
     one.delete(["run/x"])
     with pytest.raises(FileNotFoundError):
         other.size("run/x")
+
+
+@pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
+def test_a_prune_by_ftp_removes_what_exists_of_a_checkpoint(password_server):
+    place, password = password_server
+    storage = FsspecStorage(f"ftp://me@{place}", {"password": password})
+    for key in ("run/metadata/y", "run/x/a", "run/x/b"):
+        storage.put_bytes(key, b"1")
+    storage.delete(["run/metadata/x", "nothing/x", "run/x/a", "run/x/b"])
+    assert [info.key for info in storage.list("")] == ["run/metadata/y"]
+
+
+@pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
+def test_an_interrupted_put_by_ftp_is_removed_once_it_is_old(password_server, tmp_path):
+    place, password = password_server
+    run = tmp_path / "served/data/run"
+    run.mkdir(parents=True)
+    old, new, whole = (run / name for name in (temporary_name(), temporary_name(), "x"))
+    for path, age_s in ((old, 7200), (new, 0), (whole, 7200)):
+        path.write_bytes(b"1")
+        os.utime(path, (0, time.time() - age_s))
+    storage = FsspecStorage(f"ftp://me@{place}", {"password": password})
+    assert [info.modified_s for info in storage.list("run/")] == [int(whole.stat().st_mtime)]
+    storage.remove_interrupted("run/", 3600)
+    assert {path.name for path in run.iterdir()} == {new.name, "x"}
+
+
+@pytest.mark.parametrize(
+    ("info", "expected"),
+    [
+        ({"modify": "20261130163207"}, 1796056327),
+        ({"modify": "20261130163207.123"}, 1796056327),
+        ({"modify": "Nov 30 16:32"}, 0),
+        ({"modificationTime": 1796056327500}, 1796056327.5),
+    ],
+    ids=["ftp", "ftp with fractions", "ftp without MLSD", "webhdfs"],
+)
+def test_each_filesystem_has_its_own_word_for_the_time_of_a_file(info, expected):
+    assert fsspec_backend._modified_s(info) == expected
 
 
 @pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
