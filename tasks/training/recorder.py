@@ -82,6 +82,7 @@ class RunRecorder:
         self._renewing: Future[None] | None = None
         self._claim = ClaimRenewal(store, attempt)
         self._index = IndexWriter(store)
+        self._may_replace_hint = True
         self._write(partial(self._repair_index, listed), "the index of manifests")
 
     @property
@@ -107,7 +108,7 @@ class RunRecorder:
             if self.on_first_commit is not None:
                 self._submit(self.on_first_commit, "the pin of the checkpoint that the run started from could not be removed")
                 self.on_first_commit = None
-            self._write(partial(self._store.hint_latest, event.id), "the hint to the latest checkpoint")
+            self._write(partial(self._hint_latest, event.id), "the hint to the latest checkpoint")
             self._write(partial(self._add_to_index, event.id), "the index of manifests")
             self._retention.committed(event)
             if event.id in self._reported:
@@ -154,6 +155,15 @@ class RunRecorder:
         self._flush_backoff.record()
         self._history.flush()
         self._flush_backoff = Backoff()  # only failures follow each other in ever longer pauses
+
+    def _hint_latest(self, checkpoint_id: str) -> None:
+        if not self._may_replace_hint:
+            return
+        try:
+            self._store.hint_latest(checkpoint_id)
+        except PermissionError as exc:
+            self._may_replace_hint = False
+            self._logger.warning("the hint to the latest checkpoint is not written any more by this attempt: %s", exc)
 
     def _add_to_index(self, checkpoint_id: str) -> None:
         if self._index.add(checkpoint_id):

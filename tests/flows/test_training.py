@@ -727,6 +727,44 @@ def test_a_prune_that_fails_does_not_stop_the_training_and_the_next_one_makes_up
     assert [manifest.metrics["epoch"] for manifest in CheckpointStore.open(run.storage, "run").list()] == [5]
 
 
+def test_where_nothing_may_be_replaced_or_deleted_a_run_is_resumed_and_each_attempt_tells_it_once(
+    run, tmp_path, monkeypatch, caplog
+):
+    """As at Google for who may create objects alone, and at Azure under a policy of immutability."""
+    put, delete = LocalStorage.put_bytes, LocalStorage.delete
+    refused = set()
+
+    def refuse(storage, keys):
+        if there := {key for key in keys if storage.local_path(key).exists()}:
+            refused.update(key.split("/")[1] for key in there)
+            raise PermissionError("the blob is immutable due to a policy")
+
+    def put_new(storage, key, data):
+        refuse(storage, [key])
+        put(storage, key, data)
+
+    def delete_nothing(storage, keys):
+        keys = list(keys)
+        refuse(storage, keys)
+        delete(storage, keys)
+
+    monkeypatch.setattr(LocalStorage, "put_bytes", put_new)
+    monkeypatch.setattr(LocalStorage, "delete", delete_nothing)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/x.py").touch()
+    run = run.model_copy(update={"working_dir": str(tmp_path / "code")})
+    for number in (3, 6):
+        result = train("trainings:train_epochs", epochs(number), run=run, checkpoint=CheckpointConfig(num_to_keep=1))
+    assert result.return_value == {"begun": 3, "attempt": 2}
+    assert len(CheckpointStore.open(run.storage, "run").list()) == 6
+    assert refused >= {"attempts", "code", "latest.json", "manifests"}
+    told = {record.getMessage(): None for record in caplog.records if "the claim of attempt" in record.getMessage()}
+    assert list(told) == [
+        "the claim of attempt 2 on run 'run' stays as it was stored at first: the blob is immutable due to a policy"
+    ]
+    assert caplog.text.count("the hint to the latest checkpoint is not written any more by this attempt") == 2
+
+
 def test_a_journal_that_cannot_be_written_costs_a_warning_not_the_training(run, monkeypatch, caplog):
     def failing(self, checkpoint_id):
         raise OSError(5, "Input/output error")

@@ -1,5 +1,6 @@
 """The records of a run's attempts: what each began with, and how it ended."""
 
+import logging
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from .owner import Owner
 Ending: TypeAlias = Literal["completed", "stopped", "failed", "preempted", "cancelled"]
 EndState: TypeAlias = Ending | Literal["suspended", "yielded"]
 FailureKind: TypeAlias = Literal["user", "infrastructure", "out_of_memory", "preemption", "final"]
+_logger = logging.getLogger(__name__)
 _RANK = re.compile(r"[0-9]{1,9}")
 # The first words of the error of an attempt that was interrupted, by which `Outcome.state` determines the reason.
 SUSPENDED, GAVE_WAY = "suspended", "gave way"
@@ -189,16 +191,32 @@ def rewrite_claim(run: Run, attempt: Attempt) -> None:
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
-    """Record in a claim which checkpoint its ranks restore; no other process writes that key."""
-    rewrite_claim(run, replace(attempt, resumed_from=checkpoint))
+    """Record in a claim which checkpoint its ranks restore, if it may be replaced; no other process writes that key."""
+    _rewrite_if_allowed(run, replace(attempt, resumed_from=checkpoint))
 
 
 def record_world_size(run: Run, attempt: Attempt, world_size: int) -> Attempt:
-    """Record in a claim the number of ranks that the attempt begins with, if that was unknown before; return the attempt."""
+    """Record in a claim the number of ranks that the attempt begins with, if that was unknown before; return the attempt.
+
+    A claim that may not be replaced stays as it is.
+    """
     known = replace(attempt, world_size=world_size)
     if known != attempt:
-        rewrite_claim(run, known)
+        _rewrite_if_allowed(run, known)
     return known
+
+
+def _rewrite_if_allowed(run: Run, attempt: Attempt) -> None:
+    """Store a claim again, or log a warning: who may replace no object may delete none, so no prune needs to know more.
+
+    So it is at Google, and at Azure under a policy of immutability; S3 keeps versions, and asks for no right to delete.
+    """
+    try:
+        rewrite_claim(run, attempt)
+    except PermissionError as exc:
+        if type(exc) is not PermissionError:  # expired credentials, or a wrong clock
+            raise
+        _logger.warning("the claim of attempt %d on run %r stays as it was stored at first: %s", attempt.number, run.name, exc)
 
 
 def write_outcome(run: Run, outcome: Outcome) -> None:

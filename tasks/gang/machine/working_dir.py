@@ -15,6 +15,7 @@ import xxhash
 from prefect.utilities.filesystem import filter_files
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import encodable, show_bytes, show_some
 from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
@@ -57,7 +58,11 @@ class WorkingDirectory:
         if self.stored.run is not None:
             return
         key = self.stored.key_for(run)
-        run.storage.put_bytes(key, self.archive)
+        try:
+            run.storage.put_bytes(key, self.archive)
+        except PermissionError:  # where nothing may be replaced; ranks go by its digest
+            if find_size(run.storage, key) is None:
+                raise
         there = {it.key: it.modified_s for it in run.storage.list(run.layout.codes(self.stored.evaluation)) if is_key(it.key)}
         # The ranks of a training's older attempts are fenced.
         before_s = math.inf if self.stored.evaluation is None else there.get(key, 0.0) - _LEFT_S

@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import (
 )
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError
 
 
 @pytest.mark.parametrize(("path", "restored"), [("s3://b/run/checkpoints/000001-00000002-08df6443", True), ("s3://b/x", False)])
@@ -26,6 +27,18 @@ def test_an_attempt_with_a_policy_of_a_later_version_is_seen_and_keeps_everythin
     claimed = claim_attempt(store, Owner.current(), world_size=1, settings=settings)
     assert newest_attempt(store) == claimed
     assert claimed.policy == RetentionPolicy()
+
+
+def test_a_claim_that_was_not_stored_again_for_want_of_fresh_credentials_is_no_smaller_matter(store, monkeypatch):
+    """Elsewhere checkpoints may be deleted, and a prune would not know which one the attempt restores."""
+    claimed = claim_attempt(store, Owner.current(), world_size=1)
+
+    def refuse(*_):
+        raise CredentialsExpiredError("ExpiredToken")
+
+    monkeypatch.setattr(type(store.storage), "put_bytes", refuse)
+    with pytest.raises(CredentialsExpiredError):
+        record_resumed_from(store, claimed, "s3://b/x")
 
 
 @pytest.mark.parametrize(("field", "other"), [(b'"lineage": 1', b'"lineage": 3'), (b'"num_to_keep": 3', b'"num_to_keep": 1')])
