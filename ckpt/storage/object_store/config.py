@@ -41,7 +41,7 @@ _HINTS = {  # by a part of object_store's text
 }
 _ENDPOINT_VARIABLES = ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL")
 _ENDPOINT = re.compile(r"https?://[^\s/]\S*", re.IGNORECASE)  # any other makes object_store panic, with a BaseException
-# object_store knows several names for one setting and rejects two of them together.
+# object_store knows several names for one setting of S3 and rejects two of them together.
 _ALIASES = {
     "access_key_id": "aws_access_key_id",
     "secret_access_key": "aws_secret_access_key",
@@ -93,6 +93,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         ValueError: If the url or an option is invalid.
 
     """
+    is_s3 = url.startswith(("s3://", "s3a://"))
     config: dict[str, Any] = {}
     client: Any = dict(_CLIENT_OPTIONS)
     for option, value in options.items():
@@ -100,8 +101,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         if (setting := name.removeprefix("aws_")) in _OF_THE_CLIENT:
             client[setting] = value
         else:
-            config[_ALIASES.get(name, name)] = value
-    is_s3 = url.startswith(("s3://", "s3a://"))
+            config[_ALIASES.get(name, name) if is_s3 else name] = value
     provider = _complete_s3(config) if is_s3 else _given_azure_login(config)
     is_directory_bucket = is_s3 and url.split("/")[2].endswith(_DIRECTORY_BUCKET)
     if is_directory_bucket and "aws_endpoint_url" not in config and not _is_set(config, "aws_s3_express", "s3_express"):

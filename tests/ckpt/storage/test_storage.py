@@ -1343,6 +1343,20 @@ def test_a_url_of_azure_asks_for_the_account(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("url", "option"),
+    [
+        ("gs://bucket/x", {"skip_signature": "true"}),
+        ("abfss://container@account.dfs.core.windows.net/x", {"skip_signature": "true"}),
+        ("abfss://container@account.dfs.core.windows.net/x", {"token": "x"}),
+        ("abfss://container@account.dfs.core.windows.net/x", {"endpoint": "http://127.0.0.1:1"}),
+    ],
+)
+def test_an_option_of_google_or_azure_is_not_taken_for_that_of_s3(url, option):
+    config = ObstoreStorage(url, option)._store.config
+    assert [value for name, value in config.items() if name.endswith(next(iter(option)))] == [*option.values()]
+
+
+@pytest.mark.parametrize(
     ("raised", "expected"),
     [
         (CredentialRetrievalError(provider="iam-role", error_msg="timed out"), StorageError),
