@@ -30,6 +30,8 @@ PASSING = frozenset(
     }
 )
 PASSING_STATUSES = frozenset({408, 409, 425, 429})  # and all from 500 on, the server's own errors
+# Remedy: an online tier, to which Azure's blob is rehydrated in hours. They come with 409.
+ARCHIVED = frozenset({"BlobArchived", "BlobBeingRehydrated"})
 # Remedy: fresh credentials. EXPIRED are the codes of S3 and STS for credentials that were valid before; UNKNOWN those for
 # unknown credentials, such as a replaced key, or at MinIO an expired token; InvalidClientTokenId is that of STS. The last four
 # are Azure's, Google's, and those of Google's and Microsoft's services for tokens; Azure's is for expired ones, too, and the

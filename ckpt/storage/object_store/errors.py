@@ -8,6 +8,7 @@ import obstore.exceptions
 from prefect_torch.ckpt.errors import StorageError, full_storage
 from prefect_torch.ckpt.storage.retry import ClockSkewError, CredentialsExpiredError, NoCredentialsError, classify
 from prefect_torch.ckpt.storage.server_codes import (
+    ARCHIVED,
     FULL,
     FULL_STATUS,
     PASSING,
@@ -194,7 +195,7 @@ def _translate_status(error: Exception, where: str, reason: str) -> Exception:
     is_immutable = _IMMUTABLE.search(_NAMES.sub("", str(error))) is not None
     if isinstance(error, refused) or code in REFUSED or status in REFUSED_STATUSES or is_immutable:
         return PermissionError(f"access to {where} is refused: check the credentials and their policy ({reason})")
-    if (300 <= status < 500 and status not in PASSING_STATUSES) or status == 501:  # noqa: PLR2004 - HTTP's classes of status codes
+    if (300 <= status < 500 and (status not in PASSING_STATUSES or code in ARCHIVED)) or status == 501:  # noqa: PLR2004 - HTTP's classes of status codes
         return OSError(f"{where}: {reason}")
     return StorageError(f"{where}: {reason}")
 

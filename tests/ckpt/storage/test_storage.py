@@ -1248,6 +1248,18 @@ def test_a_refusal_of_azure_to_delete_one_of_many_objects_is_told_at_once(reason
     assert reason in str(error)
 
 
+def test_a_blob_that_azure_has_archived_is_told_at_once():
+    text = (
+        "Generic MicrosoftAzure error: Error performing GET http://acc/c/x in 4ms - Server returned non-2xx status code: "
+        "409 Conflict: <Error><Code>BlobArchived</Code>"
+        "<Message>This operation is not permitted on an archived blob.</Message></Error>"
+    )
+    error = translate(GenericError(text), "az://c/run/x", has_answered=True)
+    assert classify(error) == "final"
+    assert "az://c/run/x" in str(error)
+    assert "BlobArchived: This operation is not permitted on an archived blob." in str(error)
+
+
 AZURE_REFUSAL = (
     "The operation lacked the necessary privileges to complete for path x: Error performing GET http://acc/c/x in 4ms - Server "
     "returned non-2xx status code: 403 Forbidden: <Error><Code>AuthenticationFailed</Code><Message>Server failed to "
