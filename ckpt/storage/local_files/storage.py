@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.errors import MalformedRecordError, StorageError
 from prefect_torch.ckpt.storage.digest import copy_and_digest, digest_stream, write_all
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
@@ -243,7 +243,7 @@ class LocalStorage:
                     written = write(file)
                     os.fsync(file.fileno())
                     require_whole(file.fileno(), written, lambda: self._path(key))
-                way.replace(temporary, name)
+                self._rename(way, temporary, name)
             except BaseException:
                 with suppress(OSError):  # the first error counts
                     _unlink(way, [temporary])
@@ -251,6 +251,19 @@ class LocalStorage:
             with suppress(FileNotFoundError):  # the object was deleted immediately, and its directory with it
                 way.sync()
         return written
+
+    def _rename(self, way: Way, temporary: str, name: str) -> None:
+        """Give a file that was just written its name.
+
+        Raises:
+            StorageError: If it is gone, so that another try must write it again. An NFS server whose answer was lost as it
+                restarted finds no file when the request is repeated: it has renamed it.
+
+        """
+        try:
+            way.replace(temporary, name)
+        except FileNotFoundError as exc:
+            raise StorageError(f"{way.path(name)}: what was written for it was gone before it had its name") from exc
 
     def _create(self, folders: Sequence[str], name: str) -> tuple[Way, io.FileIO]:
         """Create a file, and its directories."""

@@ -129,6 +129,24 @@ def test_every_way_to_use_a_folder_is_tried_again(tmp_path, monkeypatch, name):
     assert failing.fired == 2
 
 
+def test_a_rename_whose_answer_was_lost_stores_the_object_again(tmp_path, monkeypatch):
+    """An NFS server that restarted does not know that it has answered, and finds no file to rename."""
+    storage = open_storage(StorageSpec(str(tmp_path / "store"), retry=AT_ONCE))
+    replace, lost = os.replace, []
+
+    def lose_an_answer(source, target, **folders):
+        replace(source, target, **folders)
+        if not lost:
+            lost.append(target)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+
+    monkeypatch.setattr(os, "replace", lose_an_answer)
+    storage.put_bytes("run/x", b"1")
+    assert lost == ["x"]
+    assert storage.get_bytes("run/x") == b"1"
+    assert [path.name for path in (tmp_path / "store").rglob("*")] == ["run", "x"]
+
+
 def test_a_folder_that_stays_stale_is_a_storage_error_after_the_deadline(tmp_path, monkeypatch):
     storage = open_storage(StorageSpec(str(tmp_path), retry=RetryPolicy(0.05, 0, 0)))
     failing = FailingCalls(monkeypatch, "fsync", "ESTALE", 10**6)
