@@ -460,6 +460,24 @@ def test_a_bucket_is_in_the_name_of_its_host_where_a_block_says_so(moto, way, ho
         assert [it.partition("?")[0] for it in proxy.requests] == [f"PUT {named}/run/x", f"GET {named}/"]
 
 
+@pytest.mark.parametrize("host", ["s3.example.invalid", "bucket.s3.example.invalid"])
+def test_a_bucket_is_in_the_name_of_a_host_that_a_variable_gives(moto, monkeypatch, host):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}")
+    with proxied(moto.endpoint) as proxy:
+        proxy.change = lambda *_: Response(200, b"", {"ETag": '"1"'})
+        config = {"proxies": {"https": proxy.endpoint}, "s3": {"addressing_style": "virtual"}}
+        open_storage(replace(_spec_with_config("block", None, config), retry=RetryPolicy(0.0))).put_bytes("run/x", b"1")
+        assert proxy.requests == ["PUT http://bucket.s3.example.invalid/run/x"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://[::1]:1"])
+def test_an_address_that_a_variable_gives_has_no_names_of_buckets_below_it(monkeypatch, address):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    spec = _spec_with_config("block", None, {"s3": {"addressing_style": "virtual"}})
+    with pytest.raises(StorageError, match=re.escape(f"{address}/bucket/run/x")):
+        open_storage(replace(spec, retry=RetryPolicy(0.0))).get_bytes("run/x")
+
+
 @pytest.mark.parametrize("way", ["block", "remote"])
 def test_the_timeouts_of_a_block_are_used(moto, way):
     config = {"read_timeout": 0.5, "connect_timeout": 300}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import obstore.exceptions
 import obstore.store
-from prefect_torch.ckpt.storage.specs.aws import find_s3, has_credentials
+from prefect_torch.ckpt.storage.specs.aws import find_s3, has_credentials, virtual_hosts
 from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
@@ -27,6 +27,7 @@ _LONGEST_WAIT_S = 120.0
 # The wait for the response to an upload begins before its first byte is sent, and the line may be shared by hundreds of others.
 _UPLOAD_WAIT_S = 600.0
 _DIRECTORY_BUCKET = "--x-s3"
+_VIRTUAL = "aws_virtual_hosted_style_request"
 # obstore asks for credentials again 5 min before they reach this age; botocore gives none that end within 10 min.
 _CREDENTIALS_LAST = timedelta(minutes=10)
 _HINTS = {  # by a part of object_store's text
@@ -102,7 +103,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
             client[setting] = value
         else:
             config[_ALIASES.get(name, name) if is_s3 else name] = value
-    provider = _complete_s3(config) if is_s3 else _given_azure_login(config)
+    provider = _complete_s3(config, url.split("/")[2]) if is_s3 else _given_azure_login(config)
     is_directory_bucket = is_s3 and url.split("/")[2].endswith(_DIRECTORY_BUCKET)
     if is_directory_bucket and "aws_endpoint_url" not in config and not _is_set(config, "aws_s3_express", "s3_express"):
         config["aws_s3_express"] = "true"  # such a bucket has a host and sessions of its own
@@ -155,7 +156,7 @@ def promises_key_order(store: "ObjectStore") -> bool:
     return isinstance(store, obstore.store.GCSStore)
 
 
-def _complete_s3(config: dict[str, Any]) -> Any:
+def _complete_s3(config: dict[str, Any], bucket: str) -> Any:
     """Fill in the endpoint and the region as AWS' own tools find them; return a provider of credentials.
 
     None leaves them to object_store: those in variables, or an unsigned request.
@@ -164,6 +165,15 @@ def _complete_s3(config: dict[str, Any]) -> Any:
         ValueError: If the AWS profile does not exist, or it, its login or a variable is invalid.
 
     """
+    has_endpoint = "aws_endpoint_url" in config
+    provider = _find_place_and_login(config)
+    if not has_endpoint and config.get(_VIRTUAL) == "true":  # a block's; an endpoint in the options has the bucket
+        del config[_VIRTUAL]
+        config.update(virtual_hosts(bucket, config.get("aws_endpoint_url")))
+    return provider
+
+
+def _find_place_and_login(config: dict[str, Any]) -> Any:
     for name, variables in (("aws_endpoint_url", ENDPOINT_VARIABLES), ("aws_region", ("AWS_REGION",))):
         if value := next(filter(None, map(os.environ.get, variables)), None):
             config.setdefault(name, value)

@@ -1,12 +1,15 @@
 """The search of AWS' own tools for the login, region and endpoint of S3: variables, and the profile with its sections."""
 
 import os
+import re
 from typing import Any
 
 from prefect_torch.ckpt.storage.retry import LoginError
 
 _OF_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _FIX = "fix ~/.aws/config, the file that AWS_CONFIG_FILE names, or the AWS_… variables"
+
+_ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
 def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str | None, str | None]:
@@ -46,6 +49,23 @@ def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str
         ) from None
     usual = ("https://s3.amazonaws.com", f"https://s3.{found.region_name}.amazonaws.com")
     return region, None if found.endpoint_url in usual else found.endpoint_url
+
+
+def virtual_hosts(bucket: str, endpoint: str | None) -> dict[str, str]:
+    """Return the options for a bucket as a part of its host's name; object_store adds it to the names of AWS' own hosts only.
+
+    Args:
+        bucket: The bucket.
+        endpoint: The endpoint, which may have the bucket already; None for AWS' usual one, or one that is still to be found.
+
+    """
+    scheme, slashes, host = (endpoint or "").partition("://")
+    if _ADDRESS.match(host):  # as in boto3: an IP address has no subdomains
+        return {}
+    options = {"aws_virtual_hosted_style_request": "true"}
+    if slashes and not host.startswith(f"{bucket}."):
+        options["aws_endpoint_url"] = f"{scheme}://{bucket}.{host}"
+    return options
 
 
 def has_credentials(session: Any) -> bool:

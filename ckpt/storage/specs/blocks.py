@@ -1,6 +1,5 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,7 +15,7 @@ from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 
-from .aws import find_s3
+from .aws import find_s3, virtual_hosts
 from .cloud_blocks import cloud_spec, is_cloud_block
 from .location import BLOCK_SLUGS, is_block_slug, parse_location
 
@@ -24,7 +23,6 @@ KINDS_OF_BLOCKS = "CheckpointStorage, LocalFileSystem, RemoteFileSystem, S3Bucke
 # Options by which s3fs signs, encrypts or pays differently.
 _OF_S3FS_ALONE = ("profile", "requester_pays", "s3_additional_kwargs")
 _CLOSE = 0.75
-_ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
 class HasSpec(Protocol):
@@ -162,16 +160,9 @@ def _tls_options(verify: Any) -> dict[str, str | None]:
 
 
 def _virtual_hosts(config: Mapping[str, Any] | None, bucket: str, endpoint: str | None) -> dict[str, str]:
-    """Return the options for boto3's addressing style: object_store adds the bucket to the names of AWS' own hosts only."""
-    if ((config or {}).get("s3") or {}).get("addressing_style") != "virtual":
-        return {}
-    scheme, slashes, host = (endpoint or "").partition("://")
-    if _ADDRESS.match(host):  # as in boto3: an IP address has no subdomains
-        return {}
-    options = {"aws_virtual_hosted_style_request": "true"}
-    if slashes and not host.startswith(f"{bucket}."):
-        options["aws_endpoint_url"] = f"{scheme}://{bucket}.{host}"
-    return options
+    """Return the options for boto3's addressing style."""
+    is_virtual = ((config or {}).get("s3") or {}).get("addressing_style") == "virtual"
+    return virtual_hosts(bucket, endpoint) if is_virtual else {}
 
 
 def _client_options(config: Mapping[str, Any] | None, endpoint: str | None) -> dict[str, str]:
