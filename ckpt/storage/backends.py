@@ -10,6 +10,10 @@ from prefect_torch.ckpt.storage.specs.location import OBJECT_STORES, URL
 from .protocol import Storage, StorageSpec
 
 _KEY = re.compile(r"access_key|account_key|master_key|sas|secret|password|session_token|bearer_token|^token$")
+_VARIABLES = {  # Google's names a file, which is read again
+    ("s3://", "s3a://"): ("AWS_ACCESS_KEY_ID",),
+    ("az", "abfs", "adl://"): ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN"),
+}
 Renew = Callable[[bytes], Mapping[str, str]]
 
 
@@ -69,5 +73,5 @@ def _open_renewable(open_with: Callable[[Mapping[str, str]], Storage], spec: Sto
 def _has_own_keys(spec: StorageSpec) -> bool:
     """Return whether the login is in the options, or in this process's environment, where nobody renews it."""
     given = {name.lower() for name, value in spec.options.items() if value}
-    variables = ("AWS_ACCESS_KEY_ID", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
+    variables = next((names for schemes, names in _VARIABLES.items() if spec.url.startswith(schemes)), ())
     return any(_KEY.search(name) for name in given) or any(os.environ.get(name) for name in variables)

@@ -291,21 +291,25 @@ def test_a_clock_that_stays_wrong_is_a_storage_error_after_the_deadline(memory):
 
 
 @pytest.mark.parametrize(
-    ("options", "variable", "renews"),
+    ("url", "options", "variable", "renews"),
     [
-        ({}, None, True),
-        ({"aws_web_identity_token_file": "/token"}, None, True),
-        ({"aws_access_key_id": "x", "aws_secret_access_key": "y"}, None, False),
-        ({"sas_key": "x"}, None, False),
-        ({}, "AWS_ACCESS_KEY_ID", False),
+        ("s3://bucket", {}, None, True),
+        ("s3://bucket", {"aws_web_identity_token_file": "/token"}, None, True),
+        ("s3://bucket", {"aws_access_key_id": "x", "aws_secret_access_key": "y"}, None, False),
+        ("az://container", {"sas_key": "x"}, None, False),
+        ("s3a://bucket", {}, "AWS_ACCESS_KEY_ID", False),
+        ("abfss://container", {}, "AZURE_STORAGE_SAS_TOKEN", False),
+        ("az://container", {}, "AWS_ACCESS_KEY_ID", True),  # which are for something else
+        ("gs://bucket", {}, "AWS_ACCESS_KEY_ID", True),
+        ("s3://bucket", {}, "AZURE_STORAGE_ACCOUNT_KEY", True),
     ],
 )
-def test_a_login_in_options_or_variables_is_renewed_by_nobody(monkeypatch, options, variable, renews):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+def test_a_login_in_options_or_variables_is_renewed_by_nobody(monkeypatch, url, options, variable, renews):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     if variable is not None:
         monkeypatch.setenv(variable, "x")
-    assert _has_own_keys(StorageSpec("s3://bucket", options)) != renews
+    assert _has_own_keys(StorageSpec(url, options)) != renews
 
 
 def test_a_response_lost_after_success_is_harmless(memory, tmp_path):
