@@ -194,17 +194,22 @@ class FsspecStorage:
         return size
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects, and the directories that become empty if `rmdir` refuses one that is not, which is tried once."""
+        """Remove objects, and the directories that become empty if `rmdir` refuses one that is not, which is tried once.
+
+        Costs a request for each object, as many concurrently as there are connections.
+        """
         paths_in: dict[str, list[str]] = defaultdict(list)
         for key in keys:
             path = self._path(key)
             paths_in[path.rpartition("/")[0]].append(path)
         for folder, paths in paths_in.items():
-            for path in paths:
-                with suppress(FileNotFoundError), self._reading(path.removeprefix(f"{self._root}/")) as fs:
-                    _remove(fs, path)
+            for_each(paths, self._remove)
             with self._connected(folder) as fs:
                 remove_empty(fs, folder, self._root, self._may_remove)
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError), self._reading(path.removeprefix(f"{self._root}/")) as fs:
+            _remove(fs, path)
 
     def remove_interrupted(self, prefix: str, older_than_s: float) -> None:
         """Remove the temporary files of interrupted puts, and the directories that become empty.

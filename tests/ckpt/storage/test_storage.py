@@ -527,6 +527,21 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         with pytest.raises(expected, match=words):
             storage.get_bytes("run/x")
 
+    def test_as_many_files_are_deleted_at_once_as_there_are_connections(self, storage, raw_keys, monkeypatch):
+        keys = [f"run/{number}" for number in range(8)]
+        for key in keys:
+            storage.put_bytes(key, b"1")
+        together, remove = threading.Barrier(4, timeout=60), memory.MemoryFileSystem.rm_file
+
+        def remove_together(fs, path):
+            together.wait()
+            remove(fs, path)
+
+        storage._rmdir_spares_files = True  # found out with files of its own
+        monkeypatch.setattr(memory.MemoryFileSystem, "rm_file", remove_together)
+        storage.delete(keys)
+        assert raw_keys() == set()
+
     @each_read_of(5)
     def test_a_file_that_ends_before_its_size_is_not_read_as_a_shorter_one(self, storage, monkeypatch, tmp_path, call):
         """webdav4 takes a lost connection for the end of the file."""
