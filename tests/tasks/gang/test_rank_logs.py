@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -67,3 +68,22 @@ def test_lines_that_prefect_drops_for_its_level_are_stored(logged, caplog, lowes
     with rank_logs.rank_logs("all", None, files := Files()) as logs:
         logs.of(SimpleNamespace(rank=0, local_rank=0)).write(["epoch 1"])
     assert files.lines == kept
+
+
+def test_lines_that_a_storage_refuses_each_time_cost_a_warning_for_each_reason_and_one_at_the_end(logged, monkeypatch):
+    """As where no object may be replaced, and so no file that grows."""
+    monkeypatch.setattr(rank_logs, "_FLUSH_S", 0.0)
+    flushed, enough = [], threading.Event()
+
+    def flush():
+        flushed.append(1)
+        if len(flushed) == 6:
+            enough.set()
+        raise PermissionError("one" if len(flushed) < 4 else "another")
+
+    files = SimpleNamespace(num_lost=0, flush=flush)
+    with rank_logs.rank_logs("rank0", None, files):
+        assert enough.wait(60)
+    what = "lines of ranks could not be stored beside the run"
+    again = ", and are tried again"
+    assert [text for _, text in logged()] == [f"{what}{again}: one", f"{what}{again}: another", f"{what}: another"]
