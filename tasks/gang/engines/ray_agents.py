@@ -3,7 +3,7 @@
     python -m prefect_torch.tasks.gang.engines.ray_agents JSON
 
 The key of the agents is the first line of stdin. Ray allows one connection per process, and takes the reservation back when the
-process is gone.
+process is gone; through ray://, only half a minute after it was killed.
 """
 
 import logging
