@@ -16,8 +16,10 @@ class DaskCluster(Cluster):
     Needs the extra `dask` on the flow's machine, and this package, in the same version, on Dask's machines.
     """
 
-    # Dask's nanny sets these variables to 1.
-    not_for_ranks: ClassVar[tuple[str, ...]] = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    # Dask's nanny sets these variables: to one thread, and so that malloc gives each freed tensor back to the kernel.
+    not_for_ranks: ClassVar[tuple[str, ...]] = (
+        "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_",
+    )  # fmt: skip
 
     kind: Literal["dask"] = "dask"
     address: str = Field(min_length=1, title="Address", description="The address of the scheduler, such as tcp://head:8786.")

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import yaml
 from agents import agents
 from left_behind import begun_threads
 from prefect.context import use_profile
@@ -348,6 +351,14 @@ def test_the_leader_waits_for_how_much_room_ray_has_at_the_end_of_the_wait(monke
     with gather(cluster, MachineRequest(3, 3, use_gpu=False, avoid=frozenset())) as gathering:
         assert not gathering.wait(lambda: None)
         assert gathering.counted == ("room for 2: with {'CPU': 1.0} for each rank", 2)
+
+
+def test_ranks_inherit_no_variable_that_dasks_nanny_sets():
+    """The threshold makes operations on CPU tensors of 1 MiB several times slower."""
+    distributed = Path(find_spec("distributed").origin).parent  # not imported
+    nanny = yaml.safe_load((distributed / "distributed.yaml").read_text())["distributed"]["nanny"]
+    assert nanny["pre-spawn-environ"]
+    assert set(nanny["pre-spawn-environ"]) <= set(DaskCluster.not_for_ranks)
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"])
