@@ -27,6 +27,7 @@ from prefect_torch.flows import (
     FailureConfig,
     KubernetesCluster,
     NotEnoughMachinesError,
+    RankFailedError,
     RayCluster,
     RunConfig,
     ScalingConfig,
@@ -229,3 +230,36 @@ def test_a_training_in_pods(tmp_path, run, monkeypatch, knows_job_sets):
     assert first == ("POST", kind)
     assert second == ("POST", "/api/v1/namespaces/team/secrets")
     assert (last[0], last[1].rpartition("/")[0]) == ("DELETE", kind)
+
+
+def test_a_pod_that_was_killed_for_lack_of_memory_is_the_cause_before_the_ranks_that_it_disconnects(tmp_path, run, monkeypatch):
+    """It counts as out of memory, of which no restart is allowed here; Kubernetes says so a moment later."""
+    kubernetes = pytest.importorskip("kubernetes")
+    server = KubernetesServer(tmp_path, knows_job_sets=False)
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
+    store = CheckpointStore.open(run.storage, run.name)
+    terminated = {"state": {"terminated": {"reason": "OOMKilled", "exitCode": 137}}}
+    container = {"name": "agent", "image": "image", "imageID": "", "ready": False, "restartCount": 0, **terminated}
+    annotations = {"batch.kubernetes.io/job-completion-index": "1"}
+
+    def run_out_of_memory():
+        wait_until(store.list, "a checkpoint", 120)
+        server.pods[1].kill()
+        server.pods[1].wait(20)
+        server.listed["pods"] = [
+            {"metadata": {"annotations": annotations}, "status": {"phase": "Failed", "containerStatuses": [container]}}
+        ]
+
+    try:
+        cluster = KubernetesCluster(image="own/image:1", leader_address=LOOPBACK, environment=WITHOUT_COMPILER)
+        scaling, config = ScalingConfig(num_workers=2, cluster=cluster), {"epochs": 1000, "pause_s": 0.1}
+        with ThreadPoolExecutor(1) as other:
+            running_out = other.submit(run_out_of_memory)
+            with pytest.raises(
+                RankFailedError, match=r"machine node-1/1 is lost: its agent is gone: .*: its pod has ended: OOMK"
+            ):
+                train("trainings:train_epochs", config, scaling, run, failure=FAILURE)
+            running_out.result()
+    finally:
+        server.stop()
+    assert [(it.ending, it.kind) for it in read_outcomes(store)] == [("failed", "out_of_memory")]
