@@ -133,14 +133,19 @@ class Settling:
     settle_s: float
     silent_s: float = math.inf
     _news: tuple[tuple[int, str, int], float] | None = None  # the attempt, its state and the reports; when first seen
+    _looked: tuple[View, float] | None = None
 
     def has_ended(self, view: View) -> bool:
-        """Return whether nothing more is to come after `view`, the newest one."""
+        """Return whether nothing more is to come after `view`, the newest one; the time of looks that failed does not count."""
+        now_s = time.monotonic()
+        if self._looked is not None and self._looked[0] is view and self._news is not None:  # the storage was away
+            self._news = self._news[0], self._news[1] + now_s - self._looked[1]
+        self._looked = view, now_s
         if view.status is None or view.state == "running":
             return False
         if view.is_ended and not view.may_begin_again:
             return True
-        news, now_s = (view.status.attempt.number, view.state, len(view.history)), time.monotonic()
+        news = view.status.attempt.number, view.state, len(view.history)
         if self._news is None or self._news[0] != news:
             self._news = news, now_s
         return now_s - self._news[1] >= (self.settle_s if view.is_ended else self.silent_s)

@@ -209,7 +209,7 @@ def test_only_what_may_begin_again_is_awaited_and_not_forever(outcome, lives, wa
     monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
     assert settling.has_ended(view) is not waits
     now_s += 90.0
-    assert settling.has_ended(view)
+    assert settling.has_ended(replace(view))
 
 
 def test_a_training_that_may_have_been_killed_elsewhere_is_awaited_while_it_reports(monkeypatch):
@@ -221,15 +221,30 @@ def test_a_training_that_may_have_been_killed_elsewhere_is_awaited_while_it_repo
     monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
     assert not settling.has_ended(view)
     now_s += 899.0
-    assert not settling.has_ended(view)
+    assert not settling.has_ended(replace(view))
     view = replace(view, history=[record(1), record(2)])
     assert not settling.has_ended(view)
     now_s += 899.0
-    assert not settling.has_ended(view)
+    assert not settling.has_ended(replace(view))
     now_s += 1.0
-    assert settling.has_ended(view)
+    assert settling.has_ended(replace(view))
     assert not without_limit.has_ended(view)
     assert not settling.has_ended(replace(view, status=replace(view.status, is_process_gone=False)))
+
+
+def test_no_time_in_which_the_storage_was_away_is_silence_of_a_training(monkeypatch):
+    attempt = Attempt(2, "token", replace(Owner.current(), host="elsewhere"), 1, None, 1, "2026-01-01T00:00:00+00:00")
+    view = watch_command.View(AttemptStatus(attempt, None, attempt.owner.is_process_gone()), [record(1)], ())
+    settling, now_s = watch_command.Settling(0.0, 900.0), 1000.0
+    monkeypatch.setattr(watch_command.time, "monotonic", lambda: now_s)
+    assert not settling.has_ended(view)
+    for _ in range(3):  # a look that fails shows the same view again
+        now_s += 899.0
+        assert not settling.has_ended(view)
+    now_s += 899.0
+    assert not settling.has_ended(view := replace(view))
+    now_s += 1.0
+    assert settling.has_ended(replace(view))
 
 
 def test_a_watch_ends_with_1_after_silence_from_another_machine(local, command, tmp_path, monkeypatch):
