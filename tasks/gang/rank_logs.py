@@ -107,14 +107,16 @@ def rank_logs(ranks: LogRanks, level: LogLevel | None, files: LogFiles) -> Itera
 
 
 def _store(files: LogFiles, ended: threading.Event) -> None:
-    is_last, told = False, ""
+    is_last, was_refused = False, False
     while not is_last:
         is_last = ended.wait(_FLUSH_S)
         try:
             files.flush()
         except (StorageError, OSError, RuntimeError) as exc:  # the last: no thread is left for the moment
-            if is_last or str(exc) != told:  # where nothing may be replaced, it is the same for weeks
-                told, again = str(exc), "" if is_last else ", and are tried again"
+            is_refused = type(exc) is PermissionError  # for weeks, where nothing may be replaced
+            if is_last or not (is_refused and was_refused):
+                again = "" if is_last else ", and are tried again"
                 get_run_logger().warning("lines of ranks could not be stored beside the run%s: %s", again, exc)
+            was_refused = is_refused
     if files.num_lost:
         get_run_logger().warning("%d MiB of lines of ranks are lost, since the storage failed for too long", files.num_lost)

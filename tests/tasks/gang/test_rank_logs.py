@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from prefect.logging.handlers import APILogWorker
+from prefect_torch.ckpt import StorageError
 from prefect_torch.tasks.gang import rank_logs
 from prefect_torch.tasks.gang.rank_logs import RankLog
 from prefect_torch.tasks.prefect_api import outage
@@ -70,8 +71,8 @@ def test_lines_that_prefect_drops_for_its_level_are_stored(logged, caplog, lowes
     assert files.lines == kept
 
 
-def test_lines_that_a_storage_refuses_each_time_cost_a_warning_for_each_reason_and_one_at_the_end(logged, monkeypatch):
-    """As where no object may be replaced, and so no file that grows."""
+def test_lines_that_a_storage_refuses_each_time_cost_one_warning_and_one_at_the_end(logged, monkeypatch):
+    """As where no object may be replaced, and so no file that grows; each refusal names its request, or how long it took."""
     monkeypatch.setattr(rank_logs, "_FLUSH_S", 0.0)
     flushed, enough = [], threading.Event()
 
@@ -79,11 +80,14 @@ def test_lines_that_a_storage_refuses_each_time_cost_a_warning_for_each_reason_a
         flushed.append(1)
         if len(flushed) == 6:
             enough.set()
-        raise PermissionError("one" if len(flushed) < 4 else "another")
+        raise PermissionError("refused in 4 ms") if len(flushed) < 4 else StorageError(f"away {min(5, len(flushed))}")
 
     files = SimpleNamespace(num_lost=0, flush=flush)
     with rank_logs.rank_logs("rank0", None, files):
         assert enough.wait(60)
     what = "lines of ranks could not be stored beside the run"
     again = ", and are tried again"
-    assert [text for _, text in logged()] == [f"{what}{again}: one", f"{what}{again}: another", f"{what}: another"]
+    refused, *away = [text for _, text in logged()]
+    assert refused == f"{what}{again}: refused in 4 ms"
+    assert away[:2] == [f"{what}{again}: away 4", f"{what}{again}: away 5"]
+    assert away[-1] == f"{what}: away 5"
