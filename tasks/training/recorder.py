@@ -162,6 +162,8 @@ class RunRecorder:
         try:
             self._store.hint_latest(checkpoint_id)
         except PermissionError as exc:
+            if type(exc) is not PermissionError:  # expired credentials, or a wrong clock: tried again with the next
+                raise
             self._may_replace_hint = False
             self._logger.warning("the hint to the latest checkpoint is not written any more by this attempt: %s", exc)
 
