@@ -83,7 +83,7 @@ def resume(
         if reason is not None:
             get_run_logger().info("flow run %r is not run again: %s", crashed.name, reason)
             return None
-        crashed = client.read_flow_run(flow_run_id)  # it may have begun, and crashed, while it was waited for
+        crashed = client.read_flow_run(flow_run_id)  # as it has crashed
         again = _run_again(client, crashed)
         _show_restart(client, crashed, again, max_restarts)
     restarts = again.labels[RESTARTS_LABEL]
@@ -105,6 +105,7 @@ def _why_not(
         state = _declare_dead(client, crashed, limit_s, confirm_s)
     if state is None or not state.is_crashed():
         return "it is alive" if state is None else f"it is {state.name}"
+    crashed = client.read_flow_run(crashed.id)  # it may have begun, and crashed, while it was waited for
     end_below(client, crashed.id, "The process of its flow run is dead.")
     if _num_restarts(crashed) >= max_restarts:
         return f"it is restart {_num_restarts(crashed)}, and max_restarts={max_restarts}"
