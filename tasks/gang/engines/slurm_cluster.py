@@ -186,7 +186,7 @@ def _ends_by_itself(job: list[str]) -> bool:
         with suppress(subprocess.SubprocessError):
             lines = _run("squeue", "--noheader", *job, "--format=%T").splitlines()
             # Of clusters that are named, squeue says the names, whatever --noheader says.
-            state = next((line for line in lines if not line.startswith("CLUSTER: ")), "")
+            state = next((line for line in lines if line and not line.startswith("CLUSTER: ")), "")
             if state in {*_ENDS_BY_ITSELF, "PENDING"}:
                 return state != "PENDING"
         if time.monotonic() > ends_s:
