@@ -129,6 +129,8 @@ def _save_positions(accelerator: Accelerator, folder: Path, context: TrainContex
         torch.save(position, folder / _of_rank(name, context))
         if context.world_rank == 0:
             torch.save(position, folder / name)
+    if loaders:
+        accelerator.wait_for_everyone()  # machines may share the directory, and see each other's files
     return set() if context.world_rank == 0 else set(loaders)
 
 
