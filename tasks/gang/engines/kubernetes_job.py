@@ -30,6 +30,7 @@ class AgentPods:
         shared_memory: The size of /dev/shm, through which loaders' workers and NCCL exchange data.
         grace_s: How long a pod may take to end: the grace of the ranks.
         owner: A reference to the flow's pod, with which Kubernetes deletes the Job; None without an owner.
+        pull_secrets: References to the Secrets with which the image is pulled.
         pod_spec: More fields of a pod; lists are appended to those made here.
         container_spec: More fields of its container, likewise.
         suffix: The end of the agents' names; another one for each Job of an attempt, since their pods may share machines.
@@ -46,6 +47,7 @@ class AgentPods:
     shared_memory: str
     grace_s: int
     owner: Mapping[str, str] | None
+    pull_secrets: Sequence[Mapping[str, str]] = ()
     pod_spec: Mapping[str, Any] = field(default_factory=dict)
     container_spec: Mapping[str, Any] = field(default_factory=dict)
     suffix: str = ""
@@ -129,6 +131,7 @@ def _pod(pods: AgentPods) -> dict[str, Any]:
     made = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace_s,
+        "imagePullSecrets": [dict(it) for it in pods.pull_secrets],
         "nodeSelector": dict(pods.node_selector),
         "tolerations": [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in pods.limits if "/" in name],
         "containers": [_merged(_container(pods), pods.container_spec)],

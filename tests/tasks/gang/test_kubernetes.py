@@ -191,7 +191,7 @@ def own_pod(account, claims):
 def test_the_image_is_that_of_the_flow_beside_the_containers_of_a_service_mesh(
     api, monkeypatch, tmp_path, names, annotations, image
 ):
-    """It is pulled with the Secrets of the flow's pod."""
+    """It is pulled with the Secrets of the flow's pod; those of `pod_spec` are appended, as for the image of a sidecar."""
     own_pod(tmp_path, {})
     secrets = [kubernetes.client.V1LocalObjectReference(name="registry")]
     containers = [SimpleNamespace(name=name, image=f"registry/{name}") for name in names]
@@ -210,7 +210,10 @@ def test_the_image_is_that_of_the_flow_beside_the_containers_of_a_service_mesh(
         with KubernetesCluster(pod_spec=given).lend(WANTED, Asked()):
             pass
     assert [pod["containers"][0]["image"] for pod in created] == [image, image]
-    assert [pod["imagePullSecrets"] for pod in created] == [[{"name": "registry"}], [{"name": "other"}]]
+    assert [pod["imagePullSecrets"] for pod in created] == [
+        [{"name": "registry"}],
+        [{"name": "registry"}, {"name": "other"}],
+    ]
 
 
 def test_outside_of_a_pod_and_without_a_kubeconfig_there_is_no_cluster(monkeypatch, tmp_path):
