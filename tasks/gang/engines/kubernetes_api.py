@@ -3,7 +3,7 @@
 import json
 import socket
 from base64 import urlsafe_b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib import import_module
@@ -24,6 +24,8 @@ _RIGHTS = (
 )
 # For a connection, and for each byte of a response: without limits, the client waits forever for an answer that was lost.
 _TIMES: dict[str, Any] = {"_request_timeout": (10.0, 30.0)}
+# Where an attempt waits for the answer: with the client's three retries, twelve seconds for one that is lost.
+_SHORT_TIMES: dict[str, Any] = {"_request_timeout": (2.0, 3.0)}
 _DELETION: dict[str, Any] = {"propagation_policy": "Background", **_TIMES}
 _DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 _PREFECTS_CONTAINER = "prefect-job"  # in Prefect's job template, and in ours
@@ -125,7 +127,7 @@ class KubernetesApi:
         """Return, by the pod's number, why a pod does not run yet, and whether it never will."""
         found: dict[int, tuple[str, bool]] = {}
         missing = set(range(pods.num_pods))
-        for number, pod in self._list(pods):
+        for number, pod in self._list(pods, _TIMES):
             missing.discard(number)
             for status in [*(pod.status.init_container_statuses or []), *(pod.status.container_statuses or [])]:
                 waiting = status.state.waiting
@@ -139,14 +141,13 @@ class KubernetesApi:
         refusal = self._refusal(pods) if missing else None
         return found if refusal is None else {**found, **dict.fromkeys(missing, (refusal, False))}
 
-    def end(self, pods: AgentPods, number: int) -> AgentEnd | None:
-        """Return why a pod has ended; None if it has not, or is gone."""
-        ended = (pod for its_number, pod in self._list(pods) if its_number == number and pod.status.phase in _ENDED)
-        return next(map(_end, ended), None)
+    def ends(self, pods: AgentPods) -> dict[int, AgentEnd]:
+        """Return, by their numbers, why pods have ended, without those that are gone; wait for the answer for seconds only."""
+        return {number: _end(pod) for number, pod in self._list(pods, _SHORT_TIMES) if pod.status.phase in _ENDED}
 
-    def _list(self, pods: AgentPods) -> list[tuple[int, Any]]:
+    def _list(self, pods: AgentPods, times: Mapping[str, Any]) -> list[tuple[int, Any]]:
         """Return the pods that there are, with their numbers."""
-        found = self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **_TIMES).items
+        found = self._core.list_namespaced_pod(self._namespace, label_selector=f"app={pods.name}", **times).items
         return [
             (int((pod.metadata.annotations or {}).get("batch.kubernetes.io/job-completion-index", -1)), pod) for pod in found
         ]

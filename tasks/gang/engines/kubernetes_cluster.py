@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from secrets import token_hex
 from typing import Any, ClassVar, Literal
@@ -92,7 +92,8 @@ class KubernetesCluster(Cluster):
             agents.expect(pod_name(number))
         ended = threading.Event()
         watch = threading.Thread(target=_watch, args=(cluster, pods, agents, ended), daemon=True)
-        agents.explain_ends(lambda agent: _explain_end(cluster, pods, number_of(agent), ended))
+        ends = _Ends(cluster, pods, ended)
+        agents.explain_ends(lambda agent: ends.explain(number_of(agent)))
         try:
             cluster.create(pods, agents.key)
             watch.start()
@@ -128,12 +129,34 @@ def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threa
                     agents.fail(name, reason)
 
 
-def _explain_end(cluster: KubernetesApi, pods: AgentPods, number: int, ended: threading.Event) -> AgentEnd | None:
-    """Return why a pod has ended; None if Kubernetes does not say so soon, as for a machine that was switched off."""
-    ends_s = time.monotonic() + _END_S
-    with suppress(*cluster.errors, OSError):
-        while (end := cluster.end(pods, number)) is None and time.monotonic() < ends_s:
-            if ended.wait(_END_POLL_S):
+class _Ends:
+    """Why pods have ended, by listings that are shared: if all end together, each of them is asked about.
+
+    Args:
+        cluster: The cluster.
+        pods: The pods.
+        ended: Set once they are no longer used.
+
+    """
+
+    def __init__(self, cluster: KubernetesApi, pods: AgentPods, ended: threading.Event) -> None:
+        self._cluster, self._pods, self._ended = cluster, pods, ended
+        self._listing = threading.Lock()
+        self._listed: Mapping[int, AgentEnd] = {}
+        self._listed_s = -math.inf
+
+    def explain(self, number: int) -> AgentEnd | None:
+        """Return why a pod has ended; None if Kubernetes does not say so soon, as for a machine that was switched off."""
+        ends_s = time.monotonic() + _END_S
+        while (end := self._list().get(number)) is None and time.monotonic() < ends_s:
+            if self._ended.wait(_END_POLL_S):
                 break
         return end
-    return None
+
+    def _list(self) -> Mapping[int, AgentEnd]:
+        with self._listing:
+            if time.monotonic() - self._listed_s >= _END_POLL_S:
+                with suppress(*self._cluster.errors, OSError):  # the next poll tries again
+                    self._listed = self._cluster.ends(self._pods)
+                self._listed_s = time.monotonic()
+            return self._listed

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from base64 import urlsafe_b64encode
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -366,23 +367,60 @@ def test_a_pod_that_has_ended_says_why(tmp_path, monkeypatch):
     ]
     try:
         api = KubernetesApi(None)
-        ends = [api.end(PODS, number) for number in range(5)]
+        ends = api.ends(PODS)
     finally:
         server.stop()
-    assert ends == [
-        AgentEnd("its pod has ended: OOMKilled", is_out_of_memory=True),
-        AgentEnd("its pod has ended: Evicted: low on resource: ephemeral-storage"),
-        None,
-        AgentEnd("its pod has ended: Succeeded"),
-        None,
-    ]
+    assert ends == {
+        0: AgentEnd("its pod has ended: OOMKilled", is_out_of_memory=True),
+        1: AgentEnd("its pod has ended: Evicted: low on resource: ephemeral-storage"),
+        3: AgentEnd("its pod has ended: Succeeded"),
+    }
+
+
+@pytest.fixture
+def explain(api, monkeypatch):
+    """Return what a cluster with the pods of `api` is asked why an agent has ended; nothing else lists them meanwhile."""
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 600.0)
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
+    monkeypatch.setattr(api, "create", lambda *_: None)
+    monkeypatch.setattr(api, "delete", lambda *_: None)
+    asked = Asked()
+    asked.explain_ends = Mock()
+    with KubernetesCluster(image="image").lend(WANTED, asked):
+        yield asked.explain_ends.call_args.args[0]
+
+
+def test_pods_that_end_together_are_listed_once(api, explain, monkeypatch):
+    """All ranks may run out of memory in the same step: a listing for each of 500 pods has 500 pods."""
+    monkeypatch.setattr(kubernetes_cluster, "_END_POLL_S", 600.0)
+    status = SimpleNamespace(phase="Failed", reason="Evicted", message=None, container_statuses=None)
+    annotations = [{"batch.kubernetes.io/job-completion-index": str(number)} for number in range(20)]
+    pods = [SimpleNamespace(metadata=SimpleNamespace(annotations=it), status=status) for it in annotations]
+    listing = Mock(return_value=SimpleNamespace(items=pods))
+    monkeypatch.setattr(api._core, "list_namespaced_pod", listing)
+    with ThreadPoolExecutor(20) as machines:
+        ends = list(machines.map(explain, [f"node/{number}" for number in range(20)]))
+    assert ends == [AgentEnd("its pod has ended: Evicted")] * 20
+    assert listing.call_count == 1
+
+
+def test_an_api_that_never_answers_leaves_the_end_of_a_pod_unexplained_within_seconds(api, explain, monkeypatch):
+    """No attempt follows before, and the client tries four times."""
+    assert kubernetes_api._SHORT_TIMES["_request_timeout"] == (2.0, 3.0)
+    monkeypatch.setitem(kubernetes_api._SHORT_TIMES, "_request_timeout", (0.2, 0.2))
+    monkeypatch.setattr(kubernetes_cluster, "_END_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        api._core.api_client.configuration.host = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        begun_s = time.monotonic()
+        assert explain("node/0") is None
+        assert time.monotonic() - begun_s < 20
 
 
 @pytest.mark.parametrize("reason", ["OOMKilled", "Evicted"])
 def test_the_loss_of_a_pod_says_why_it_ended_and_one_without_memory_is_no_reason_to_avoid_its_machine(monkeypatch, reason):
     """The kernel kills all processes of a container together, so that no agent is left to count it."""
     is_out_of_memory = reason == "OOMKilled"
-    pods = Pods({}, [None, AgentEnd(reason, is_out_of_memory=is_out_of_memory)])
+    pods = Pods({}, [{}, {0: AgentEnd(reason, is_out_of_memory=is_out_of_memory)}])
     monkeypatch.setattr(kubernetes_cluster, "_END_S", 60.0)
     monkeypatch.setattr(kubernetes_cluster, "_END_POLL_S", 0.01)
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: pods)
@@ -450,7 +488,7 @@ class Pods:
     def problems(self, pods):
         return self._problems
 
-    def end(self, pods, number):
+    def ends(self, pods):
         return next(self._ends)
 
     def delete(self, pods):
