@@ -102,6 +102,17 @@ def test_trainings_that_an_event_loop_begins_together_keep_their_names_in_a_retr
     assert len(set(tries[0])) == 3
 
 
+async def cancelled_once(is_due, *args, **options):
+    """Train, cancel the await once `is_due` returns true, and wait until it ends."""
+    training = asyncio.ensure_future(atrain(*args, **options))
+    while not is_due():
+        assert not training.done(), training.result()
+        await asyncio.sleep(0.05)
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+
+
 def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continues(tmp_path):
     def train_until_told():
         step = int(get_checkpoint().metrics["step"]) + 1 if get_checkpoint() else 0
@@ -113,16 +124,7 @@ def test_a_cancelled_await_ends_after_a_last_checkpoint_and_the_next_one_continu
     run = RunConfig(name="run", storage=str(tmp_path))
     store = CheckpointStore.open(str(tmp_path), "run")
 
-    async def cancel_after_a_checkpoint():
-        training = asyncio.ensure_future(atrain(train_until_told, run=run))
-        while not store.list():
-            assert not training.done(), training.result()
-            await asyncio.sleep(0.05)
-        training.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await training
-
-    asyncio.run(cancel_after_a_checkpoint())
+    asyncio.run(cancelled_once(store.list, train_until_told, run=run))
     last = store.latest()
     result = Result.from_storage(str(tmp_path), "run")
     assert f"terminated (CancelledError); work is safe up to step {last.step}" in str(result.error)
@@ -140,16 +142,7 @@ def test_a_cancelled_await_ends_during_the_delay_of_a_restart(tmp_path, monkeypa
     monkeypatch.setattr(Restarts, "count_failure", count)
     run, failure = RunConfig(name="run", storage=str(tmp_path)), FailureConfig(max_failures=1, retry_delay_s=3600)
 
-    async def cancel_after_a_failure():
-        training = asyncio.ensure_future(atrain(fail, run=run, failure=failure))
-        while not waits.is_set():
-            assert not training.done(), training.result()
-            await asyncio.sleep(0.05)
-        training.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await training
-
-    asyncio.run(cancel_after_a_failure())
+    asyncio.run(cancelled_once(waits.is_set, fail, run=run, failure=failure))
     assert Result.from_storage(str(tmp_path), "run").attempts == 1
     assert "restart 1 of 1 (max_failures); the training starts again in 3600 s" in caplog.text
 
@@ -161,16 +154,8 @@ def test_a_cancelled_await_waits_no_longer_for_prefects_api(tmp_path, monkeypatc
     monkeypatch.setattr(outage, "_JUST_NOW_S", just_now_s)
     monkeypatch.setattr(outage, "_outage", lambda: waits.set() or ConnectionRefusedError(111, "refused"))
 
-    async def cancel_at_the_end():
-        training = asyncio.ensure_future(atrain("trainings:train_epochs", {"epochs": 1}, run=RunConfig(storage=str(tmp_path))))
-        while not waits.is_set():
-            assert not training.done(), training.result()
-            await asyncio.sleep(0.05)
-        training.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await training
-
-    asyncio.run(cancel_at_the_end())
+    run = RunConfig(storage=str(tmp_path))
+    asyncio.run(cancelled_once(waits.is_set, "trainings:train_epochs", {"epochs": 1}, run=run))
 
 
 def fail():
