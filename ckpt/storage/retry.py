@@ -86,6 +86,11 @@ class LoginError(ValueError):
 _LATER = (LoginError, *PAGE_OF_PROXY)  # other values are wrong for good, but the source of a login may work again later
 
 
+def is_refusal(error: Exception) -> bool:
+    """Return whether a storage denies an operation, as where nothing may be replaced, and not for a login or a clock."""
+    return type(error) is PermissionError
+
+
 def classify(error: BaseException) -> ErrorClass:
     """Return the class of `error` by its remedy: waiting, fresh credentials, or none."""
     if isinstance(error, LoginError):  # of a new connection to a storage that has been open before

@@ -9,6 +9,7 @@ from contextvars import copy_context
 
 from prefect_torch.ckpt import StorageError
 from prefect_torch.ckpt.runs.log_files import LogFiles
+from prefect_torch.ckpt.storage.retry import is_refusal
 from prefect_torch.tasks.options.config import LogLevel, LogRanks
 from prefect_torch.tasks.prefect_api.outage import WAITING_LINES
 from prefect_torch.tasks.rank.spec import RankSpec
@@ -113,10 +114,9 @@ def _store(files: LogFiles, ended: threading.Event) -> None:
         try:
             files.flush()
         except (StorageError, OSError, RuntimeError) as exc:  # the last: no thread is left for the moment
-            is_refused = type(exc) is PermissionError  # for weeks, where nothing may be replaced
-            if is_last or not (is_refused and was_refused):
+            if is_last or not (is_refusal(exc) and was_refused):  # it is refused for weeks where nothing may be replaced
                 again = "" if is_last else ", and are tried again"
                 get_run_logger().warning("lines of ranks could not be stored beside the run%s: %s", again, exc)
-            was_refused = is_refused
+            was_refused = is_refusal(exc)
     if files.num_lost:
         get_run_logger().warning("%d MiB of lines of ranks are lost, since the storage failed for too long", files.num_lost)

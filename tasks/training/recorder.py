@@ -16,6 +16,7 @@ from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.runs.metrics import add_newest
+from prefect_torch.ckpt.storage.retry import is_refusal
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -162,7 +163,7 @@ class RunRecorder:
         try:
             self._store.hint_latest(checkpoint_id)
         except PermissionError as exc:
-            if type(exc) is not PermissionError:  # expired credentials, or a wrong clock: tried again with the next
+            if not is_refusal(exc):  # tried again with the next
                 raise
             self._may_replace_hint = False
             self._logger.warning("the hint to the latest checkpoint is not written any more by this attempt: %s", exc)

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.record_fields import Count, Time, decode
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.retry import is_refusal
 from prefect_torch.ckpt.storage.sizes import find_size
 
 from .owner import Owner
@@ -214,7 +215,7 @@ def _rewrite_if_allowed(run: Run, attempt: Attempt) -> None:
     try:
         rewrite_claim(run, attempt)
     except PermissionError as exc:
-        if type(exc) is not PermissionError:  # expired credentials, or a wrong clock
+        if not is_refusal(exc):
             raise
         _logger.warning("the claim of attempt %d on run %r stays as it was stored at first: %s", attempt.number, run.name, exc)
 
