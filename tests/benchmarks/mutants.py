@@ -93,8 +93,8 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/deletion/limits.py",
         "tests/ckpt/runs/test_prune_limits.py",
-        ("if status.is_done and status.is_newest:", "if False:"),
-        ("if status.is_done and status.is_newest:", "if status.is_done:"),
+        ("if status.is_done and not status.has_unreadable_successor:", "if False:"),
+        ("if status.is_done and not status.has_unreadable_successor:", "if status.is_done:"),
         ("if status.outcome is None else None", ""),
         ("min((it for it in", "max((it for it in"),
         ("(*self.in_use, *in_use)", "tuple(in_use)"),

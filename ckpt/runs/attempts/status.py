@@ -19,20 +19,24 @@ class AttemptStatus:
         outcome: Its recorded outcome; None while it runs, or if its leader was killed.
         is_process_gone: Whether the leader's process is gone; None if it is on another machine or in another container. Of
             before `outcome` was read: a process that records its outcome and ends meanwhile would look as if it was killed.
-        is_newest: Whether there is no newer claim that cannot be read.
+        is_overtaken: Whether there is a newer attempt: this one commits nothing more, whether or not its process is gone.
+        has_unreadable_successor: Whether there is a newer claim that cannot be read.
 
     """
 
     attempt: Attempt
     outcome: Outcome | None
     is_process_gone: bool | None
-    is_newest: bool = True
+    is_overtaken: bool = False
+    has_unreadable_successor: bool = False
 
     @property
     def state(self) -> State:
-        """The recorded end, else "running", "lost" (its process is gone) or "unknown" (its process is elsewhere)."""
+        """The recorded end, else "running", "lost" (overtaken, or its process gone) or "unknown" (its process elsewhere)."""
         if self.outcome is not None:
             return self.outcome.state
+        if self.is_overtaken:
+            return "lost"
         is_gone = self.is_process_gone
         return "unknown" if is_gone is None else "lost" if is_gone else "running"
 
@@ -60,7 +64,7 @@ def read_status(run: Run) -> AttemptStatus | None:
 
     """
     readable, newer = newest_claims(run)
-    return replace(status_of(run, readable[0]), is_newest=not newer) if readable else None
+    return replace(status_of(run, readable[0]), has_unreadable_successor=bool(newer)) if readable else None
 
 
 def status_of(run: Run, attempt: Attempt) -> AttemptStatus:

@@ -47,7 +47,7 @@ def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
     if status is None:
         return PruneLimits()
     own_metric = status.attempt.policy.checkpoint_score_attribute
-    if status.is_done and status.is_newest:
+    if status.is_done and not status.has_unreadable_successor:
         return PruneLimits(own_metric=own_metric)
     restored = status.attempt.restored_id if status.outcome is None else None
     return PruneLimits(() if restored is None else (restored,), newest_recorded(run), own_metric=own_metric)

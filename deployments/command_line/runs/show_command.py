@@ -85,7 +85,7 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
         "name": store.run,
         "path": store.path,
         "attempts": [
-            _describe_attempt(AttemptStatus(it, outcomes.get(it.number), is_gone), is_newest=it is attempts[-1])
+            _describe_attempt(AttemptStatus(it, outcomes.get(it.number), is_gone, is_overtaken=it is not attempts[-1]))
             for it, is_gone in zip(attempts, are_gone, strict=True)
         ],
         "reports": len(reported_at),
@@ -96,12 +96,11 @@ def _describe_run(store: CheckpointStore) -> dict[str, Any]:
     }
 
 
-def _describe_attempt(status: AttemptStatus, *, is_newest: bool) -> dict[str, Any]:
+def _describe_attempt(status: AttemptStatus) -> dict[str, Any]:
     attempt, outcome = status.attempt, status.outcome
-    is_over = outcome is None and not is_newest  # a newer attempt has fenced it, which the same process may lead
     return {
         "number": attempt.number,
-        "state": "lost" if is_over else status.state,
+        "state": status.state,
         "kind": None if outcome is None else outcome.kind,
         "error": None if outcome is None else outcome.error,
         "errors": {} if outcome is None else outcome.errors,

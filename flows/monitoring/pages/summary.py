@@ -71,11 +71,7 @@ def write_summary(run: str, view: RunView, context: SummaryContext, now_s: float
 
 def state_of(log: AttemptLog | None) -> str:
     """Return the state of an attempt in a word."""
-    if log is None:
-        return "starting"
-    if log.outcome is not None:
-        return log.outcome.state
-    return "running" if log.is_running else "killed"
+    return "starting" if log is None else log.status.state
 
 
 def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent: TimeSpent) -> Iterator[str]:
@@ -209,7 +205,7 @@ def _origin(log: AttemptLog, run: str) -> str:
 def _reason(log: AttemptLog) -> str:
     """Return in one line why an attempt ended: the first line of its error."""
     if log.outcome is None:
-        return "" if log.is_running else "killed with its flow's process"
+        return "" if log.is_running else "killed with its flow's process, or overtaken by the next attempt"
     if log.outcome.error is None:
         return ""
     error = plain_text(shorten(log.outcome.error.strip().split("\n", 1)[0]))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from owners import HERE, OWNERS
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
@@ -38,6 +40,13 @@ def test_a_process_that_ends_after_its_outcome_was_stored_is_not_lost(store, mon
     monkeypatch.setattr(Owner, "is_process_gone", ends)
     assert read_status(store).state == "completed"
     assert before.state == "running"
+
+
+def test_an_overtaken_attempt_is_lost_also_while_its_process_lives_unless_it_had_an_outcome(store):
+    claim_attempt(store, HERE, world_size=1)
+    status = replace(read_status(store), is_overtaken=True)
+    assert (status.state, status.may_be_alive) == ("lost", False)
+    assert replace(status, outcome=Outcome(1, "failed")).state == "failed"
 
 
 def test_the_newest_attempt_counts(store):

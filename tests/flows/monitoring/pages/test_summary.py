@@ -106,8 +106,8 @@ def test_what_another_process_left_behind_is_read_from_storage(store, tmp_path):
     record_resumed_from(store, claimed, path)
     view = view_of(store, AttemptStarted(claimed, path), ReportEvent(record(2, 2, 10.0, score=3.0)))
     page = page_of(view)
-    assert "- attempt 1: killed with its flow's process" in page
-    assert re.search(r"^\| 1 \|.*\| fresh start \| 0 to 1 \| killed \|$", page, re.MULTILINE)
+    assert "- attempt 1: killed with its flow's process, or overtaken by the next attempt" in page
+    assert re.search(r"^\| 1 \|.*\| fresh start \| 0 to 1 \| lost \|$", page, re.MULTILINE)
     assert re.search(r"^\| 2 \|.*\| step 1, attempt 1 \| 2 to 2 \| running \|$", page, re.MULTILINE)
     assert view.kept() == {second.id: ("latest", "best", "in use"), first.id: ("pinned",)}
     assert [len(points) for points in view.curves.sorted(None)[0].points.values()] == [2, 1]
