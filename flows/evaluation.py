@@ -1,6 +1,5 @@
 """The flow that evaluates checkpoints, of a finished run or during its training."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, TypeAlias
@@ -42,7 +41,6 @@ from .monitoring.messages import evaluation_flow_run_name
 from .monitoring.text import show_first_number
 
 _Given: TypeAlias = str | PathObject | SkipJsonSchema[Checkpoint]
-_POLL_S = 0.05
 _MOST_LOOKS = 5  # at a checkpoint whose manifest cannot be read: the storage may have refused it only once
 
 
@@ -182,27 +180,12 @@ def evaluate(
     function = pack_function(eval_fn, config, working_dir, evaluates=True)
     job = EvaluationJob(function, check_evaluation_name(name), scaling, packed, log_ranks, log_level)
     termination = Termination(grace_s=0.0)
-    chosen = _choose(spec, run, checkpoints, name, partial(_pause, poll_s, termination) if watch else None)
+    pause = partial(termination.outlast, partial(termination.sleep, poll_s))
+    chosen = _choose(spec, run, checkpoints, name, pause if watch else None)
     with outlast_api_outages(TerminationSwitch.is_thrown), termination.limit_retries(), suspendable(termination):
         evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
         evaluated = _evaluate_all(evaluate_one, chosen)
     return completed(_summarize(evaluated), evaluated)
-
-
-def _pause(seconds: float, termination: Termination) -> None:
-    """Wait, unless the flow run is terminated meanwhile.
-
-    Raises:
-        BaseException: The exception that terminates the flow run.
-
-    """
-    until_s = time.monotonic() + seconds
-
-    def wait() -> None:
-        while not termination.is_requested and (left_s := until_s - time.monotonic()) > 0:
-            time.sleep(min(left_s, _POLL_S))
-
-    termination.outlast(wait)
 
 
 def _choose(

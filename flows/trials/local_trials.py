@@ -2,7 +2,6 @@
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -44,7 +43,6 @@ from prefect_torch.tasks.training.job import TrainJob
 from .trial_runs import Training, TrialDecisions, no_flow_run, warn_of_outage
 
 _SHORT_S = 1.0  # the pages of a shorter trial are written once, at its end
-_POLL_S = 0.5
 
 
 @dataclass(slots=True)
@@ -248,6 +246,4 @@ def _call_once_api_answers(running: _Running, call: Callable[[], object]) -> Non
             warn_of_outage(running.trial, exc)
         else:
             return
-        while pauses.wait_s():
-            running.termination.raise_if_requested()
-            time.sleep(min(_POLL_S, pauses.wait_s()))
+        running.termination.sleep(pauses.wait_s())
