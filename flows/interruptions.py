@@ -107,7 +107,7 @@ def cancellable(termination: Termination, find_other: Callable[[], BaseException
     def find() -> BaseException | None:
         return cancellation.find() or find_other()
 
-    with cancellation.is_recorded(termination), _terminated_by_hangup(), _watched(find, termination):
+    with cancellation.recorded_at_exit(termination), _terminated_by_hangup(), _watched(find, termination):
         yield
 
 
@@ -170,7 +170,7 @@ class _Cancellation:
         return self._cause if self._cancelled else None
 
     @contextmanager
-    def is_recorded(self, termination: Termination) -> Iterator[None]:
+    def recorded_at_exit(self, termination: Termination) -> Iterator[None]:
         """Set the cancelled flow runs to Cancelled at the end of the process, unless another one terminates the body.
 
         Also if that has ended before the cancellation could terminate it: from Cancelling, Prefect refuses Completed.

@@ -70,7 +70,7 @@ class StateSnapshot:
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only if it changed; the caller must send it."""
         values = {value.name: value.digest for value in self.values}
-        if not self.saver.has_changed(self):
+        if not self.saver.record_described(self):
             return StateDescription(values, self.digests, samples=self.samples)
         parts = {name: _digest_names(of_part) for name, of_part in self.parts.items()}
         return StateDescription(values, self.digests, self.shards, parts, self.samples)
@@ -165,8 +165,8 @@ class StateSaver:
             *(count // 2**20, show_some([leaf.name for leaf in compared])),
         )
 
-    def has_changed(self, snapshot: StateSnapshot) -> bool:
-        """Return whether the structure differs from the one that was described last, and record it as described."""
+    def record_described(self, snapshot: StateSnapshot) -> bool:
+        """Record the structure as described, and return whether it differs from the one before."""
         structure = (snapshot.shards, snapshot.parts)
         if structure == self._described:
             return False

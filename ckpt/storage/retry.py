@@ -293,7 +293,7 @@ class RetryingStorage:
             asked.used = self._storage
             return call(asked.used)
 
-        def is_worth_retrying(error: BaseException) -> bool:
+        def plan_next_try(error: BaseException) -> bool:
             kind = self._classify(error)
             if kind == "credentials" and (not asked.has_renewed or self._may_be_renewed(error)):
                 asked.must_renew = asked.has_renewed = True
@@ -311,7 +311,7 @@ class RetryingStorage:
         end = _retries_end.get() or threading.Event()
         patient = stop_all(stop_after_delay(self._policy.deadline_s), stop_after_attempt(_LEAST_TRIES))
         retrying = Retrying(
-            retry=retry_if_exception(is_worth_retrying),
+            retry=retry_if_exception(plan_next_try),
             stop=stop_any(patient, stop_when_event_set(end)),
             sleep=sleep_using_event(end),
             wait=lambda state: _draw_wait_s(self._policy, state.attempt_number),

@@ -116,7 +116,7 @@ class RetentionSchedule:
                         self._policy,
                         limits=PruneLimits(self._in_use, recorded, self._attempt),
                         memory=self._memory,
-                        garbage=self._is_garbage_due(),
+                        garbage=self._take_garbage_turn(),
                     )
                 except RuntimeError as exc:  # no thread is left for the moment
                     get_run_logger().warning("a prune could not be started, and is tried again: %s", exc)
@@ -140,7 +140,8 @@ class RetentionSchedule:
         if settled:
             self._candidates = [checkpoint for checkpoint in self._candidates if checkpoint.id not in settled]
 
-    def _is_garbage_due(self) -> bool:
+    def _take_garbage_turn(self) -> bool:
+        """Return whether this prune looks for garbage, and put the next search off if it does."""
         due = time.monotonic() >= self._garbage_due_s
         if due:
             self._garbage_due_s = time.monotonic() + _GARBAGE_EVERY_S

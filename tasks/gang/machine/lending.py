@@ -101,7 +101,7 @@ class Machines:
             yield lease
             self._avoided.record_faults(lease.machines, ())
         except RankFailedError as exc:
-            if self._is_to_keep(lease, exc):
+            if self._record_failure(lease, exc):
                 self._kept = lease
             raise
         finally:
@@ -156,7 +156,8 @@ class Machines:
             self._held.push(held.pop_all())
         return _lease(lease.host, machines, self._most)
 
-    def _is_to_keep(self, lease: Lease, failure: RankFailedError) -> bool:
+    def _record_failure(self, lease: Lease, failure: RankFailedError) -> bool:
+        """Record which machines were at fault, and return whether the next attempt may have those of this one."""
         is_bad = self._avoided.record_faults(lease.machines, lease.faulty(failure))
         if failure.kind in _OF_THE_FUNCTION:
             self._num_faults = 0
