@@ -23,8 +23,8 @@ from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.gpus.listing import Gpu
 from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.training.liveness import flow_runs_from
 
 _PROCESS = secrets.token_hex(4)  # a flow that is suspended goes on in another process, and Prefect counts no other run
 

@@ -25,11 +25,11 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_cancellation
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
-from prefect_torch.tasks.training.liveness import flow_runs_from, is_cancellation
 
 from .monitoring.messages import current_flow_run
 

@@ -18,11 +18,11 @@ from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.flows.monitoring.events.signs_of_life import LONGEST_BEGINNING_S, begins_immediately, last_sign, silence_s
 from prefect_torch.flows.monitoring.messages import tag_of
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
+from prefect_torch.tasks.prefect_api.flow_run import has_left_machine
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
-from prefect_torch.tasks.training.liveness import has_left_machine
 
 _LOOK_FOR_LOST_S = 5.0
 _LOOK_FOR_HEARTBEAT_S = 30.0

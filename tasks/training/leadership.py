@@ -14,8 +14,9 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.retry import ended_by
 from prefect_torch.ckpt.storage.synced.first_download import download_run, is_synced
 from prefect_torch.tasks.options.config import RunConfig
+from prefect_torch.tasks.prefect_api.flow_run import is_unknown
 
-from .liveness import is_unknown, may_be_led
+from .liveness import may_be_led
 from .unusable_storage import unusable_storage_explained
 
 

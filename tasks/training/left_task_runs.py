@@ -20,10 +20,9 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.tasks.prefect_api.flow_run import has_own_process, quick_client
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.run_logs import get_run_logger
-
-from .liveness import has_own_process, quick_client
 
 _OF_RANKS = re.compile(r"rank-\d+|node-\d+: ranks .*")  # a run's name may contain "rank", and is in its task run's name
 _OPEN = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]

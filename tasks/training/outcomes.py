@@ -11,12 +11,11 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, write_out
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
+from prefect_torch.tasks.prefect_api.flow_run import is_being_cancelled
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.run_logs import get_run_logger
-
-from .liveness import is_being_cancelled
 
 _MAX_RETURN_BYTES = 1 << 20
 _MOST_TRACEBACKS = 16  # of hundreds of ranks that raise the same

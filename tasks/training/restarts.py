@@ -12,9 +12,8 @@ from prefect_torch.ckpt.runs.manifest import attempt_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.tasks.options.config import UNLIMITED, FailureConfig
+from prefect_torch.tasks.prefect_api.flow_run import find_end_before_rerun
 from prefect_torch.tasks.rank.errors import RestartsUsedUpError
-
-from .liveness import find_end_before_rerun
 
 _MOST_RETRIES = 1_000_000  # for Prefect, which does not support "unlimited"
 _DESCRIPTIONS: dict[FailureKind, str] = {

@@ -56,8 +56,9 @@ from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.run_names import default_run_name, name_run
+from prefect_torch.tasks.prefect_api.flow_run import flow_run_above
 from prefect_torch.tasks.training.leadership import lineage_of
-from prefect_torch.tasks.training.liveness import flow_run_above, may_be_led
+from prefect_torch.tasks.training.liveness import may_be_led
 from process_trees import kill_tree
 
 SUPPORT = Path(__file__).parents[1] / "support"

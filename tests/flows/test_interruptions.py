@@ -65,8 +65,8 @@ from prefect_torch.tasks.gang import termination as termination_module
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
-from prefect_torch.tasks.training import backoff, liveness, outcomes, recorder, workers_task
-from prefect_torch.tasks.training.liveness import flow_runs_from, is_being_cancelled, is_unknown
+from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_being_cancelled, is_cancellation, is_unknown
+from prefect_torch.tasks.training import backoff, outcomes, recorder, workers_task
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
 
@@ -451,14 +451,14 @@ def test_a_flow_run_whose_work_ends_as_it_is_cancelled_does_not_stay_cancelling(
     at_exit, answers = [], []
     second = threading.Event()  # the first answer is remembered by then
 
-    def is_cancellation(state):
-        answers.append(is_so := liveness.is_cancellation(state))
+    def is_cancellation_noted(state):
+        answers.append(is_so := is_cancellation(state))
         if answers.count(True) == 2:
             second.set()
         return is_so
 
     monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
-    monkeypatch.setattr(interruptions, "is_cancellation", is_cancellation)
+    monkeypatch.setattr(interruptions, "is_cancellation", is_cancellation_noted)
     monkeypatch.setattr(interruptions, "atexit", SimpleNamespace(register=lambda *call: at_exit.append(call)))
 
     @flow

@@ -19,8 +19,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.flows import RunConfig, train
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries
 from prefect_torch.flows.run_names import default_run_name, name_run, numbered_calls
-from prefect_torch.tasks.prefect_api.flow_run import has_run_before
-from prefect_torch.tasks.training.liveness import find_end_before_rerun
+from prefect_torch.tasks.prefect_api.flow_run import find_end_before_rerun, has_run_before
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

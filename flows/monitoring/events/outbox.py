@@ -18,10 +18,10 @@ from prefect.events.related import related_resources_from_run_context
 from prefect.exceptions import ObjectNotFound
 from prefect_torch.flows.monitoring.text import storable
 from prefect_torch.tasks.prefect_api.client import own_connections
+from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from
 from prefect_torch.tasks.prefect_api.outage import is_key_refused, is_outage
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
-from prefect_torch.tasks.training.liveness import flow_runs_from
 
 PERIOD_S = 5.0
 LONGEST_TEXT = 4000

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.tasks import RunConfig, SyncConfig
 from prefect_torch.tasks.gang.termination import TerminatedError
+from prefect_torch.tasks.prefect_api.flow_run import has_flow_run_ended
 from prefect_torch.tasks.training import leadership, liveness
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
 from prunes import prune_as_leader
@@ -42,7 +43,7 @@ def test_a_process_that_a_later_one_of_its_flow_run_has_overtaken_does_not_take_
 
 
 def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that_it_restarts(lead, monkeypatch):
-    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: False)
+    monkeypatch.setattr(liveness, "has_flow_run_ended", lambda flow_run_id: False)
     monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
     first, taker, restart = (replace(ELSEWHERE, flow_run_id=f"0b1c2d3e-0000-4000-8000-00000000000{n}") for n in (4, 5, 6))
     lead(first, takeover=True)
@@ -69,7 +70,7 @@ def test_a_restart_does_not_take_back_what_was_taken_over_from_the_flow_run_that
     ],
 )
 def test_between_two_attempts_a_run_is_its_flow_runs(store, lead, monkeypatch, ending, kind, has_ended, is_led):
-    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: has_ended)
+    monkeypatch.setattr(liveness, "has_flow_run_ended", lambda flow_run_id: has_ended)
     monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
     lead(ELSEWHERE)
     write_outcome(store, Outcome(1, ending, ELSEWHERE.flow_run_id, kind))
@@ -82,7 +83,7 @@ def test_between_two_attempts_a_run_is_its_flow_runs(store, lead, monkeypatch, e
 
 
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):
-    assert liveness.has_ended("x") is None
+    assert has_flow_run_ended("x") is None
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def keys(store):
 
 def test_a_restart_has_all_that_another_machine_has_stored_of_a_synced_run_since(machines, monkeypatch):
     store, elsewhere = machines
-    monkeypatch.setattr(liveness, "has_ended", lambda flow_run_id: True)
+    monkeypatch.setattr(liveness, "has_flow_run_ended", lambda flow_run_id: True)
     lead_alone(store, HERE)
     assert lead_alone(elsewhere, replace(ELSEWHERE, flow_run_id=OTHER)).number == 2
     manifest = commit(elsewhere, 5, attempt=2)

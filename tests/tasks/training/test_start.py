@@ -69,7 +69,7 @@ def test_task_runs_that_a_process_left_are_ended_unless_another_flow_run_is_take
 ):
     store, ended = CheckpointStore.open(tmp_path, "run"), []
     monkeypatch.setattr("prefect_torch.tasks.training.start.end_left_task_runs", lambda it, *_: ended.append(it.number))
-    monkeypatch.setattr("prefect_torch.tasks.training.liveness.has_ended", lambda flow_run_id: True)
+    monkeypatch.setattr("prefect_torch.tasks.training.liveness.has_flow_run_ended", lambda flow_run_id: True)
     job = SimpleNamespace(
         initial_checkpoint=None,
         run_config=RunConfig(storage=str(tmp_path), takeover=takeover),
