@@ -42,12 +42,15 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_at=_Place(), _restored=None, _begun=(_Place(), None), _num_begun=0)
+        self._at = _Place()
+        self._restored: Any = None
+        self._begun: tuple[_Place, Any] = (_Place(), None)  # where the newest iteration began, and what was restored for it
+        self._num_begun = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
         batches = super().__iter__()
-        place = self._place()
+        place = self._at
         followed = self._followed(batches, place)
         # zip() asks none of the loaders behind the first that has no batch left.
         return chain(list(islice(followed, 1)), followed) if self._has_used_all(place) else followed
@@ -55,7 +58,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, counted from 0."""
-        return self._place().epoch
+        return self._at.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; not needed, as epochs are counted and restored.
@@ -64,71 +67,72 @@ class OwnPositionDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and some of its batches are used.
 
         """
-        if self._is_look() and vars(self)["_begun"][1] is not None and epoch == self._place().epoch:
+        if self._is_look() and self._begun[1] is not None and epoch == self._at.epoch:
             self._begin_again()
-        place, is_restored = self._place(), vars(self)["_restored"] is not None
+        place, is_restored = self._at, self._restored is not None
         if is_restored and place.used and epoch != place.epoch:
             raise ValueError(restored_within(place.epoch, epoch))
         super().set_epoch(epoch)
         if not is_restored or epoch != place.epoch:
-            vars(self)["_at"] = _Place(epoch, is_left=place.is_left or place.is_begun)
+            self._at = _Place(epoch, is_left=place.is_left or place.is_begun)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
-        restored = vars(self)["_restored"]  # torchdata would read up to the position for its state, and count twice
-        own = RankLocal(self._own_state() if restored is None else restored)
-        return {**self._place().state_dict(), "loader": own}
+        # torchdata would read up to the restored position for its state, and count twice.
+        own = RankLocal(self._own_state() if self._restored is None else self._restored)
+        return {**self._at.state_dict(), "loader": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration start where the state of the loader was taken."""
-        loader: Any = self._wrapped()
+        loader: Any = self._loader
         own = state_dict["loader"]
         own = own.value if isinstance(own, RankLocal) else own
         loader.load_state_dict(own)
         super().set_epoch(state_dict["epoch"])
-        vars(self).update(_at=_Place.of(state_dict), _restored=own, _num_begun=0)
+        self._at, self._restored, self._num_begun = _Place.of(state_dict), own, 0
 
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
-        if self._is_look() and (sampler is None or sampler.epoch == self._place().epoch):
+        if self._is_look() and (sampler is None or sampler.epoch == self._at.epoch):
             self._begin_again()
         super()._begin_epoch()
-        place, restored = self._place(), vars(self)["_restored"]
+        place, restored = self._at, self._restored
         epoch = place.epoch + place.is_begun if sampler is None else int(sampler.epoch)
         self._set_epoch_of_parts(epoch)  # in each epoch: a resumed training sets it, too
         if sampler is not None:
-            sampler.epoch = vars(self)["_begun_epoch"]  # so that it counts on
+            assert self._begun_epoch is not None
+            sampler.epoch = self._begun_epoch  # so that it counts on
         if restored is not None:
             with generators_kept():  # data without random access are read up to the position again, with draws
                 self._restart(restored, place)
         begun = _Place(epoch, 0 if place.is_begun else place.used, is_left=place.is_left)
-        vars(self).update(_at=replace(begun, is_left=False, is_begun=True), _restored=None, _begun=(begun, restored))
-        vars(self)["_num_begun"] += 1  # since the loader was made, or its state was restored
+        self._at, self._restored, self._begun = replace(begun, is_left=False, is_begun=True), None, (begun, restored)
+        self._num_begun += 1  # since the loader was made, or its state was restored
 
     def _is_look(self) -> bool:
         """Return whether at most one batch was taken of the first iteration, as for its shape, and its epoch has not ended."""
-        place = self._place()
-        return bool(vars(self)["_num_begun"] == 1) and place.is_begun and place.used - vars(self)["_begun"][0].used <= 1
+        place = self._at
+        return self._num_begun == 1 and place.is_begun and place.used - self._begun[0].used <= 1
 
     def _begin_again(self) -> None:
         """Let the next iteration start where the newest one did."""
-        place, restored = vars(self)["_begun"]
+        place, restored = self._begun
         if restored is not None:
-            loader: Any = self._wrapped()
+            loader: Any = self._loader
             loader.load_state_dict(restored)
-        vars(self).update(_at=place, _restored=restored, _begun_epoch=None)
-        vars(self)["_iterations"] -= 1
+        self._at, self._restored, self._begun_epoch = place, restored, None
+        self._iterations -= 1
 
     def _restart(self, restored: Any, place: "_Place") -> None:
         if place.is_left:  # as in the training before: this iteration was begun, and another one comes next
             with self._own_generator():
-                iter(self._wrapped())
+                iter(self._loader)
         else:
             self._own_state()
-            _count_once(self._wrapped(), restored)
+            _count_once(self._loader, restored)
 
     def _own_state(self) -> Any:
-        loader: Any = self._wrapped()
+        loader: Any = self._loader
         with self._own_generator():  # torchdata starts an iteration for its state
             return loader.state_dict()
 
@@ -147,10 +151,6 @@ class OwnPositionDataLoader(PreparedDataLoader):
         with suppress(TypeError):  # a dataset without a length
             return place.used > 0 and place.used == len(self)
         return False
-
-    def _place(self) -> "_Place":
-        place: _Place = vars(self)["_at"]
-        return place
 
 
 @dataclass(slots=True)

@@ -34,24 +34,28 @@ class PreparedDataLoader(DataLoader[Any]):
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         # Not super().__init__, which makes other samplers. The attributes are those of the loader.
         vars(self).update(vars(loader))
-        vars(self).update(_loader=loader, _device=device, _begun_epoch=None, _iterations=0, _number=next(_numbers))
+        self._loader = loader
+        self._device = device
+        self._begun_epoch: int | None = None
+        self._iterations = 0
+        self._number = next(_numbers)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch."""
         self._begin_epoch()
         with self._own_generator():
-            batches: Iterator[Any] = iter(self._wrapped())  # now, so that workers start to load
-        vars(self)["_iterations"] += 1
-        return on_device(batches, vars(self)["_device"], may_look_ahead=self._may_look_ahead())
+            batches: Iterator[Any] = iter(self._loader)  # now, so that workers start to load
+        self._iterations += 1
+        return on_device(batches, self._device, may_look_ahead=self._may_look_ahead())
 
     def __len__(self) -> int:
-        return len(self._wrapped())
+        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         # Further attributes of a subclass of DataLoader, such as StatefulDataLoader.state_dict.
         if "_loader" not in vars(self):  # while copied or unpickled
             raise AttributeError(name)
-        return getattr(self._wrapped(), name)
+        return getattr(self._loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, in samplers and the dataset where they have a `set_epoch`.
@@ -59,36 +63,32 @@ class PreparedDataLoader(DataLoader[Any]):
         A DistributedSampler counts on from there. Others keep that epoch until another one is set.
         """
         self._set_epoch_of_parts(epoch)
-        vars(self).update(_begun_epoch=None, _iterations=epoch)
+        self._begun_epoch, self._iterations = None, epoch
 
     def _set_epoch_of_parts(self, epoch: int) -> None:
         for part in (*samplers(self), self.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
 
-    def _wrapped(self) -> "DataLoader[Any]":
-        loader: DataLoader[Any] = vars(self)["_loader"]
-        return loader
-
     def _may_look_ahead(self) -> bool:
         # A loader whose own position is stored must not be ahead of the training.
-        return not hasattr(self._wrapped(), "state_dict")
+        return not hasattr(self._loader, "state_dict")
 
     def _own_generator(self) -> AbstractContextManager[None]:
-        return own_generator(self._wrapped(), *self._beginning(), get_rank_and_size()[0], vars(self)["_number"])
+        return own_generator(self._loader, *self._beginning(), get_rank_and_size()[0], self._number)
 
     def _beginning(self) -> tuple[int, ...]:
         """Return the numbers that identify the current iteration."""
         sampler = distributed_sampler(self)
-        return (vars(self)["_iterations"] if sampler is None else sampler.epoch,)
+        return (self._iterations if sampler is None else sampler.epoch,)
 
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
         if sampler is None:
             return
-        if isinstance(sampler.epoch, _BegunEpoch) and sampler.epoch == vars(self)["_begun_epoch"]:
+        if isinstance(sampler.epoch, _BegunEpoch) and sampler.epoch == self._begun_epoch:
             sampler.set_epoch(sampler.epoch + 1)
-        vars(self)["_begun_epoch"] = sampler.epoch = _BegunEpoch(sampler.epoch)
+        self._begun_epoch = sampler.epoch = _BegunEpoch(sampler.epoch)
 
 
 class _BegunEpoch(int):

@@ -47,12 +47,13 @@ class ResumableDataLoader(PreparedDataLoader):
 
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
-        vars(self).update(_iteration=_Iteration(self._sampler(), 1), _num_begun=0)
+        self._iteration = _Iteration(self._sampler(), 1)
+        self._num_begun = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
         batches = super().__iter__()
-        iteration = vars(self)["_iteration"] = _Iteration(self._sampler(), self.batch_size or 1)
+        iteration = self._iteration = _Iteration(self._sampler(), self.batch_size or 1)
         if iteration.has_batch():
             return iteration.followed(batches)
         self._sampler().start = 0
@@ -62,7 +63,7 @@ class ResumableDataLoader(PreparedDataLoader):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch, counted from 0."""
-        return self._position().epoch
+        return self._iteration.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration; not needed, as epochs are counted and restored.
@@ -71,15 +72,14 @@ class ResumableDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and not all of its samples are used yet.
 
         """
-        iteration: _Iteration = vars(self)["_iteration"]
         super().set_epoch(epoch)
         if self._was_look(epoch):
-            self._sampler().start = iteration.begun.used
-        vars(self)["_iteration"] = _Iteration(self._sampler(), 1)
+            self._sampler().start = self._iteration.begun.used
+        self._iteration = _Iteration(self._sampler(), 1)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: a few numbers. Costs a shuffle of the indices if it was restored and not iterated yet."""
-        return self._sampler().state_at(self._position())
+        return self._sampler().state_at(self._iteration.position)
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Let the next iteration start at the position of `state_dict`.
@@ -89,7 +89,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
         """
         self._sampler().restore(state_dict)
-        vars(self).update(_begun_epoch=None, _iteration=_Iteration(self._sampler(), 1), _num_begun=0)
+        self._begun_epoch, self._iteration, self._num_begun = None, _Iteration(self._sampler(), 1), 0
 
     def _may_look_ahead(self) -> bool:
         # Without workers the next batch is drawn in this process: a state must not hold its random numbers before it is used.
@@ -100,23 +100,18 @@ class ResumableDataLoader(PreparedDataLoader):
         return (*super()._beginning(), self._sampler().start)
 
     def _begin_epoch(self) -> None:
-        sampler, iteration = self._sampler(), vars(self)["_iteration"]
+        sampler = self._sampler()
         if self._was_look(sampler.epoch):
-            sampler.start = iteration.begun.used
-            vars(self)["_begun_epoch"] = None
+            sampler.start = self._iteration.begun.used
+            self._begun_epoch = None
         if sampler.start:  # a restored epoch, also if an iteration over it took nothing
-            vars(self)["_begun_epoch"] = None
+            self._begun_epoch = None
         super()._begin_epoch()
-        vars(self)["_num_begun"] += 1
+        self._num_begun += 1
 
     def _was_look(self, epoch: int) -> bool:
         """Return whether the newest iteration, of `epoch`, was the first one, and was left after one batch."""
-        iteration: _Iteration = vars(self)["_iteration"]
-        return bool(vars(self)["_num_begun"] == 1) and iteration.is_look and epoch == iteration.begun.epoch
-
-    def _position(self) -> Position:
-        iteration: _Iteration = vars(self)["_iteration"]
-        return iteration.position
+        return self._num_begun == 1 and self._iteration.is_look and epoch == self._iteration.begun.epoch
 
     def _sampler(self) -> ResumableSampler:
         assert isinstance(self.sampler, ResumableSampler)

@@ -132,7 +132,7 @@ def test_every_argument_of_the_loader_is_kept(places, monkeypatch, resumable):
     given = {name: ARGUMENTS[name] for name in arguments}
     loader = DataLoader(DATA, shuffle=True, **given)
     prepared = prepare_data_loader(loader, resumable=resumable)
-    for candidate in (prepared, prepared._wrapped()):
+    for candidate in (prepared, prepared._loader):
         kept = {name: getattr(candidate, name) for name in arguments}
         kept["multiprocessing_context"] = kept["multiprocessing_context"].get_start_method()
         assert kept == given

@@ -374,7 +374,7 @@ def test_an_iteration_that_begins_draws_nothing_from_the_process_nor_from_the_lo
     before = used.get_state()
     iter(loader)
     assert torch.equal(used.get_state(), before)
-    assert plain.generator is loader._wrapped().generator is generator
+    assert plain.generator is loader._loader.generator is generator
 
 
 WORKER_SEEDS = """
@@ -390,7 +390,7 @@ class Seeds:
 def loader(rank=0):
     prepared_loader.get_rank_and_size = lambda: (rank, 2)
     loader = prepare_data_loader(DataLoader(Seeds(), batch_size=1, shuffle=True, num_workers=1), resumable=True)
-    vars(loader)["_number"] = 0  # as the first of its process
+    loader._number = 0  # as the first of its process
     return loader
 def seeds(loader):
     return [int(seed) for seed in loader]
