@@ -144,8 +144,7 @@ class RankSession:
                 agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             finally:
                 report.forget_identity(among)
-            if self._node_copy is not None:
-                self._node_copy.release()  # every rank has restored the checkpoint by now
+            self._release_node_copy()  # every rank has restored the checkpoint by now
             staged = stage(report, agreement, self._rounds.writes, self.context.world_rank)
             try:
                 self._commits.commit(staged)

@@ -14,8 +14,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, WithJsonSchema, field_
 from pydantic_core import PydanticCustomError
 
 from .ranks import Ranks
-from .run_form import FormModel as _Config
-from .run_form import PathObject
+from .run_form import FormModel, PathObject
 from .storage import StorageChoice
 from .sync import SyncConfig
 
@@ -33,7 +32,7 @@ LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 Directory = Annotated[str | PathObject, BeforeValidator(lambda it: os.fspath(it) if isinstance(it, Path) else it)]
 
 
-class ScalingConfig(_Config):
+class ScalingConfig(FormModel):
     """How many ranks train, and on which devices."""
 
     _instead_of: ClassVar = {
@@ -101,7 +100,7 @@ class ScalingConfig(_Config):
         return self
 
 
-class RunConfig(_Config):
+class RunConfig(FormModel):
     """The run, its storage, and how it starts."""
 
     _instead_of: ClassVar = {
@@ -195,7 +194,7 @@ class RunConfig(_Config):
             raise PydanticCustomError("run_name", "{reason}", {"reason": str(exc)}) from exc
 
 
-class CheckpointConfig(_Config):
+class CheckpointConfig(FormModel):
     """Which checkpoints are kept; the latest always is."""
 
     _instead_of: ClassVar = {
@@ -277,7 +276,7 @@ class CheckpointConfig(_Config):
         return RetentionPolicy(**self.model_dump(exclude={"max_in_flight", "target_overhead"}))
 
 
-class FailureConfig(_Config):
+class FailureConfig(FormModel):
     """How often a training is restarted; every budget is counted per flow run, -1 means unlimited.
 
     A flow run that an automation starts after a crash (`max_restarts`) has new budgets.

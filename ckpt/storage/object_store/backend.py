@@ -68,9 +68,7 @@ class ObstoreStorage:
         """Store the file at `path`: one request up to 8 MiB, else parts, four concurrently."""
         size = path.stat().st_size
         if size <= _PART_BYTES:
-            data = path.read_bytes()
-            self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
-            return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
+            return self._put_whole(key, path.read_bytes())
         with path.open("rb", buffering=0) as file:
             return self._put_parts(key, size, lambda part_bytes: iter(partial(file.read, part_bytes), b""))
 
@@ -83,10 +81,12 @@ class ObstoreStorage:
         """Store `parts` as one object: one request up to 8 MiB, else parts of it from memory, four concurrently."""
         size = sum(len(part) for part in parts)
         if size <= _PART_BYTES:
-            data = b"".join(parts)
-            self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
-            return Transfer(size, xxhash.xxh3_128_hexdigest(data))
+            return self._put_whole(key, b"".join(parts))
         return self._put_parts(key, size, lambda part_bytes: split(parts, part_bytes))
+
+    def _put_whole(self, key: str, data: bytes) -> Transfer:
+        self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
+        return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
 
     def get_file(self, key: str, path: Path) -> Transfer:
         """Write the object to `path`, in concurrent ranges."""

@@ -93,16 +93,8 @@ class RemoteMachine:
         """Start a rank; if the machine is lost, the rank is lost as well."""
         rank = self._add(spec.rank, records_collectives=spec.records_collectives)
         environment = {**_carried(*spec.storages), **self._environment, **spec.environment()}
-        order = {
-            "type": "start",
-            "rank": spec.rank,
-            "program": RANK_PROGRAM,
-            "local_rank": spec.local_rank,
-            "records_collectives": spec.records_collectives,
-            **self._orders(environment, spec.local_world_size),
-        }
-        with self._starting:  # the link has one message at a time, and the restored checkpoint's manifest may be large
-            self._send(order, cloudpickle.dumps(spec))
+        which = {"rank": spec.rank, "local_rank": spec.local_rank, "records_collectives": spec.records_collectives}
+        self._start(RANK_PROGRAM, spec, which | self._orders(environment, spec.local_world_size))
         return rank
 
     def run(self, program: str, order: object, storage: StorageSpec | None) -> RemoteRank:
@@ -116,16 +108,13 @@ class RemoteMachine:
         """
         started = self._add(0, records_collectives=False)
         carried = {} if storage is None else _carried(storage)
-        header = {
-            "type": "start",
-            "rank": 0,
-            "program": program,
-            "local_rank": 0,
-            "records_collectives": False,
-            **self._orders({**carried, **self._environment}, 1),
-        }
-        self._send(header, cloudpickle.dumps(order))
+        which = {"rank": 0, "local_rank": 0, "records_collectives": False}
+        self._start(program, order, which | self._orders({**carried, **self._environment}, 1))
         return started
+
+    def _start(self, program: str, order: object, fields: Mapping[str, Any]) -> None:
+        with self._starting:  # the link has one message at a time, and the restored checkpoint's manifest may be large
+            self._send({"type": "start", "program": program, **fields}, cloudpickle.dumps(order))
 
     def refuse(self, reason: str) -> None:
         """Notify the agent why its machine is not used, and close the link."""
