@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING
 from prefect_torch.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .automations import evaluate_new_best, resume_crashed
-    from .job_templates import create_work_pool, job_template
+    from .automations import evaluate_new_best
     from .planning import plan_deployment
+    from .restarts import resume_crashed
     from .training import deploy, make_deployment, serve
+    from .work_pools import create_work_pool, job_template
 
 _MODULES = {
-    "create_work_pool": ".job_templates",
+    "create_work_pool": ".work_pools",
     "deploy": ".training",
     "evaluate_new_best": ".automations",
-    "job_template": ".job_templates",
+    "job_template": ".work_pools",
     "make_deployment": ".training",
     "plan_deployment": ".planning",
-    "resume_crashed": ".automations",
+    "resume_crashed": ".restarts",
     "serve": ".training",
 }
 __all__ = [

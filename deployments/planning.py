@@ -16,8 +16,8 @@ from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 
-from .job_templates import default_of, has_variable
-from .training import grace_in, lost_with_container, read_work_pool
+from .jobs import grace_in, lost_with_container
+from .work_pools import default_of, has_variable, read_work_pool
 
 _OF_RUN = ("damaged", "start", "retention")
 

@@ -1,6 +1,5 @@
 """Deployments of the flow `train` for a user's training function."""
 
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -20,26 +19,21 @@ from prefect.schedules import Cron
 from prefect.settings import PREFECT_API_URL
 from prefect.types.entrypoint import EntrypointType
 from prefect_torch.ckpt import Checkpoint
-from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.deployments.concurrency_leases import warn_of_lost_lease
 from prefect_torch.flows import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, train
 from prefect_torch.flows.arguments import name_checkpoint, show_ranks
 from prefect_torch.flows.calls.parameters import check_stored, large_parameters_explained
-from prefect_torch.flows.planning import TO_END_S, PlanLine, compare_grace
 from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, check_reference, reference_to
 from pydantic import BaseModel
 
-from .automations import MADE_BY_DEPLOY, end_restarts, make_resumer, resume_by, resume_in_pool
-from .job_templates import default_of, has_variable
+from .jobs import grace_in, job_variables_for
+from .restarts import MADE_BY_DEPLOY, end_restarts, make_resumer, resume_by, resume_in_pool
 from .resumers import start_resumers
-from .server_settings import CANCELLATION_LIMIT, longest_cancellation_s
 from .serving import runner_outlasts_outages
+from .work_pools import read_work_pool
 
-_WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
 _RESUMES = "A failed or killed training resumes from its latest checkpoint."
 _CRON = "cron"  # the slug of the schedule that a deployment gets here, by which it is distinguished from those added by hand
-_NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
-_IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
 def make_deployment(
@@ -172,7 +166,7 @@ def deploy(
         tags=tags,
     )
     given = {**(job_variables or {}), **({} if image is None else {"image": image})}
-    deployment.job_variables = {**_job_variables(pool, scaling or ScalingConfig(), run or RunConfig(), given), **given}
+    deployment.job_variables = {**job_variables_for(pool, scaling or ScalingConfig(), run or RunConfig(), given), **given}
     deployment.work_queue_name = work_queue
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
@@ -278,23 +272,6 @@ def _is_enabled(automation: Automation) -> bool:
         return any(it.id == automation.id and it.enabled for it in client.read_automations_by_name(automation.name))
 
 
-def read_work_pool(name: str) -> WorkPool:
-    """Return the work pool, or raise ValueError with how to create it.
-
-    Raises:
-        ValueError: If there is none of that name.
-
-    """
-    try:
-        with get_client(sync_client=True) as client:
-            return client.read_work_pool(name)
-    except ObjectNotFound:  # Prefect's own error has no text
-        raise ValueError(
-            f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
-            f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
-        ) from None
-
-
 def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
     try:
         check_reference(deployment.parameters["train_fn"])
@@ -302,60 +279,6 @@ def _warn_of_missing_function(deployment: RunnerDeployment) -> None:
         warnings.warn(f"{exc}; flow runs fail unless the worker's machine has it in {Path.cwd()}", stacklevel=3)
 
 
-def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
-    """Return a plan's line on whether ranks have their grace before a flow run of `pool` that is told to end is killed."""
-    line = _grace_of_process(pool, job_variables, failure)
-    with get_client(sync_client=True) as client:
-        limit_s = longest_cancellation_s(client)
-    if line.status != "ok" or limit_s is None:
-        return line
-    remedy = f"a larger {CANCELLATION_LIMIT} to Prefect's server"
-    cancelled = compare_grace(failure, limit_s, f"a cancelled flow run of work pool {pool.name!r}", remedy)
-    return line if cancelled.status == "ok" else cancelled
-
-
-def _grace_of_process(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
-    command = job_variables.get("command") or default_of(pool, "command") or ""
-    if pool.type == "docker" and "prefect-torch execute" in command:  # whoever stops it sets the limit
-        least = f"`docker stop` needs --time {failure.grace_s + TO_END_S:g} for a container of work pool {pool.name!r}"
-        return PlanLine("grace", "ok", f"ranks have {failure.grace_s:g} s for a last checkpoint, and {least}")
-    given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
-    remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
-    return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)
-
-
 def _warn_of_short_time(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> None:
     if (line := grace_in(pool, job_variables, failure)).status != "ok":
         warnings.warn(line.text, stacklevel=3)
-
-
-def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
-    """Return why the checkpoints of a flow run in `pool` would be lost with its container; None if they would not be."""
-    if has_variable(pool, "working_dir") or not isinstance(run.storage, str) or is_block_slug(run.storage):
-        return None
-    if not _IN_CONTAINER.match(run.storage):
-        return None
-    has_volumes = has_variable(pool, "volumes")
-    others = ", a block, or the absolute path of a volume (job variable volumes)" if has_volumes else " or a block"
-    return (
-        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a "
-        f"URL{others}"
-    )
-
-
-def _job_variables(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    variables: dict[str, Any] = {}
-    if has_variable(pool, "working_dir"):  # the default is a temporary directory of the flow run
-        variables["working_dir"] = str(Path.cwd())
-    elif (loss := lost_with_container(pool, run)) is not None:
-        raise ValueError(loss)
-    if has_variable(pool, "image") and not any(given.get(name) or default_of(pool, name) for name in _NAME_AN_IMAGE):
-        raise ValueError(
-            f"containers of work pool {pool.name!r} would have Prefect's image, which lacks this package and the function: "
-            "give image=..., or the work pool's variable `image` a default, as by create_work_pool(..., image=...)"
-        )
-    if has_variable(pool, "num_gpus"):
-        are_named = "gpu_ids" in given and has_variable(pool, "gpu_ids")  # Docker takes their number or their names
-        is_here = scaling.use_gpu and scaling.cluster is None
-        variables["num_gpus"] = scaling.most_workers if is_here and not are_named else 0
-    return variables

@@ -48,8 +48,8 @@ from prefect_torch.deployments import (
     serve,
     training,
 )
-from prefect_torch.deployments.automations import restarted_in_pools
 from prefect_torch.deployments.command_line.doctor.software_checks import check_api
+from prefect_torch.deployments.restarts import restarted_in_pools
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, sweep, train
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT

@@ -26,8 +26,8 @@ from prefect_torch.deployments import (
     serve,
     server_settings,
 )
-from prefect_torch.deployments.job_templates import KINDS
 from prefect_torch.deployments.planning import _look_at_pool
+from prefect_torch.deployments.work_pools import KINDS
 from prefect_torch.flows import FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, train
 
 OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()

@@ -12,7 +12,7 @@ from prefect.flows import Flow
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import make_deployment
-from prefect_torch.deployments.automations import make_resumer
+from prefect_torch.deployments.restarts import make_resumer
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import (
     CheckpointConfig,

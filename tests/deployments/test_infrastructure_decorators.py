@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from prefect import flow
-from prefect_torch.deployments.job_templates import job_template
+from prefect_torch.deployments.work_pools import job_template
 from prefect_torch.flows import RunConfig, ScalingConfig, train
 
 

@@ -8,7 +8,7 @@ import pytest
 from prefect.workers.base import BaseJobConfiguration
 from prefect.workers.process import ProcessWorker
 from prefect_torch.deployments import job_template
-from prefect_torch.deployments.job_templates import KINDS
+from prefect_torch.deployments.work_pools import KINDS
 
 # What Prefect's server offers in its own form for a new work pool, with no worker installed.
 VIEW = files("prefect.server.api").joinpath("collections_data/views/aggregate-worker-metadata.json")

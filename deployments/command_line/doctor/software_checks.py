@@ -127,7 +127,7 @@ def _check_limits(client: "SyncPrefectClient") -> Iterator[Finding]:
 
 def _check_restarts(client: "SyncPrefectClient") -> Iterator[Finding]:
     """Check whether automations restart flow runs in work pools that die while the server is away; `serve` does it itself."""
-    from prefect_torch.deployments.automations import restarted_in_pools  # noqa: PLC0415 - seconds, for doctor only
+    from prefect_torch.deployments.restarts import restarted_in_pools  # noqa: PLC0415 - seconds, for doctor only
     from prefect_torch.deployments.server_settings import remembers_heartbeats_for  # noqa: PLC0415 - seconds, for doctor only
 
     restarted = sorted(restarted_in_pools(client))

@@ -1,0 +1,79 @@
+"""What the jobs of a work pool give a training: their variables, time for a last checkpoint, and files that outlast them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import WorkPool
+from prefect_torch.ckpt.storage.specs.location import is_block_slug
+from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.flows.planning import TO_END_S, PlanLine, compare_grace
+
+from .server_settings import CANCELLATION_LIMIT, longest_cancellation_s
+from .work_pools import default_of, has_variable
+
+_WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
+_NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
+_IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
+
+
+def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of a training's jobs in `pool`, beside those that are `given`.
+
+    Raises:
+        ValueError: If the checkpoints would be lost with the container, or the container would have Prefect's image.
+
+    """
+    variables: dict[str, Any] = {}
+    if has_variable(pool, "working_dir"):  # the default is a temporary directory of the flow run
+        variables["working_dir"] = str(Path.cwd())
+    elif (loss := lost_with_container(pool, run)) is not None:
+        raise ValueError(loss)
+    if has_variable(pool, "image") and not any(given.get(name) or default_of(pool, name) for name in _NAME_AN_IMAGE):
+        raise ValueError(
+            f"containers of work pool {pool.name!r} would have Prefect's image, which lacks this package and the function: "
+            "give image=..., or the work pool's variable `image` a default, as by create_work_pool(..., image=...)"
+        )
+    if has_variable(pool, "num_gpus"):
+        are_named = "gpu_ids" in given and has_variable(pool, "gpu_ids")  # Docker takes their number or their names
+        is_here = scaling.use_gpu and scaling.cluster is None
+        variables["num_gpus"] = scaling.most_workers if is_here and not are_named else 0
+    return variables
+
+
+def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
+    """Return why the checkpoints of a flow run in `pool` would be lost with its container; None if they would not be."""
+    if has_variable(pool, "working_dir") or not isinstance(run.storage, str) or is_block_slug(run.storage):
+        return None
+    if not _IN_CONTAINER.match(run.storage):
+        return None
+    has_volumes = has_variable(pool, "volumes")
+    others = ", a block, or the absolute path of a volume (job variable volumes)" if has_volumes else " or a block"
+    return (
+        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a "
+        f"URL{others}"
+    )
+
+
+def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
+    """Return a plan's line on whether ranks have their grace before a flow run of `pool` that is told to end is killed."""
+    line = _grace_of_process(pool, job_variables, failure)
+    with get_client(sync_client=True) as client:
+        limit_s = longest_cancellation_s(client)
+    if line.status != "ok" or limit_s is None:
+        return line
+    remedy = f"a larger {CANCELLATION_LIMIT} to Prefect's server"
+    cancelled = compare_grace(failure, limit_s, f"a cancelled flow run of work pool {pool.name!r}", remedy)
+    return line if cancelled.status == "ok" else cancelled
+
+
+def _grace_of_process(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:
+    command = job_variables.get("command") or default_of(pool, "command") or ""
+    if pool.type == "docker" and "prefect-torch execute" in command:  # whoever stops it sets the limit
+        least = f"`docker stop` needs --time {failure.grace_s + TO_END_S:g} for a container of work pool {pool.name!r}"
+        return PlanLine("grace", "ok", f"ranks have {failure.grace_s:g} s for a last checkpoint, and {least}")
+    given_s = job_variables.get("termination_grace_s", default_of(pool, "termination_grace_s") or _WORKERS_GIVE_S)
+    remedy = "in a Kubernetes work pool of create_work_pool() a larger termination_grace_s"
+    return compare_grace(failure, given_s, f"a flow run of work pool {pool.name!r}", remedy)
