@@ -5,7 +5,6 @@ position for each rank, which loads at the same number of ranks. torchdata is no
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -29,8 +28,6 @@ class OwnPositionDataLoader(PreparedDataLoader):
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
 
-    A first iteration that is left after its first batch is a look at a batch: the next one begins where it began.
-
     A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
     behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
 
@@ -45,15 +42,13 @@ class OwnPositionDataLoader(PreparedDataLoader):
         self._at = _Place()
         self._restored: Any = None
         self._begun: tuple[_Place, Any] = (_Place(), None)  # where the newest iteration began, and what was restored for it
-        self._num_begun = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
-        batches = super().__iter__()
-        place = self._at
+        batches, place = self._begin(), self._at
         followed = self._followed(batches, place)
         # zip() asks none of the loaders behind the first that has no batch left.
-        return chain(list(islice(followed, 1)), followed) if self._has_used_all(place) else followed
+        return chain(list(islice(followed, 1)), followed) if self._is_at_end(place) else followed
 
     @property
     def epoch(self) -> int:
@@ -67,7 +62,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and some of its batches are used.
 
         """
-        if self._is_look() and self._begun[1] is not None and epoch == self._at.epoch:
+        if self._may_begin_again() and self._begun[1] is not None and epoch == self._at.epoch:
             self._begin_again()
         place, is_restored = self._at, self._restored is not None
         if is_restored and place.used and epoch != place.epoch:
@@ -89,12 +84,10 @@ class OwnPositionDataLoader(PreparedDataLoader):
         own = own.value if isinstance(own, RankLocal) else own
         loader.load_state_dict(own)
         super().set_epoch(state_dict["epoch"])
-        self._at, self._restored, self._num_begun = _Place.of(state_dict), own, 0
+        self._at, self._restored, self._is_after_look = _Place.of(state_dict), own, False
 
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
-        if self._is_look() and (sampler is None or sampler.epoch == self._at.epoch):
-            self._begin_again()
         super()._begin_epoch()
         place, restored = self._at, self._restored
         epoch = place.epoch + place.is_begun if sampler is None else int(sampler.epoch)
@@ -107,21 +100,20 @@ class OwnPositionDataLoader(PreparedDataLoader):
                 self._restart(restored, place)
         begun = _Place(epoch, 0 if place.is_begun else place.used, is_left=place.is_left)
         self._at, self._restored, self._begun = replace(begun, is_left=False, is_begun=True), None, (begun, restored)
-        self._num_begun += 1  # since the loader was made, or its state was restored
 
     def _is_look(self) -> bool:
-        """Return whether at most one batch was taken of the first iteration, as for its shape, and its epoch has not ended."""
-        place = self._at
-        return self._num_begun == 1 and place.is_begun and place.used - self._begun[0].used <= 1
+        """Return whether at most one batch was taken of the newest iteration, and its epoch has not ended."""
+        place, sampler = self._at, distributed_sampler(self)
+        is_newest = place.is_begun and (sampler is None or sampler.epoch == place.epoch)
+        return is_newest and place.used - self._begun[0].used <= 1
 
     def _begin_again(self) -> None:
-        """Let the next iteration start where the newest one did."""
+        super()._begin_again()
         place, restored = self._begun
         if restored is not None:
             loader: Any = self._loader
             loader.load_state_dict(restored)
-        self._at, self._restored, self._begun_epoch = place, restored, None
-        self._iterations -= 1
+        self._at, self._restored = place, restored
 
     def _restart(self, restored: Any, place: "_Place") -> None:
         if place.is_left:  # as in the training before: this iteration was begun, and another one comes next
@@ -142,15 +134,13 @@ class OwnPositionDataLoader(PreparedDataLoader):
                 place.used += 1
                 yield batch
         except GeneratorExit:  # zip() exhausts only its shortest argument
-            if self._has_used_all(place):
+            if self._is_at_end(place):
                 place.end(is_left=True)
             raise
         place.end()
 
-    def _has_used_all(self, place: "_Place") -> bool:
-        with suppress(TypeError):  # a dataset without a length
-            return place.used > 0 and place.used == len(self)
-        return False
+    def _is_at_end(self, place: "_Place") -> bool:
+        return place.used > 0 and self._has_used_all(place.used)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -25,6 +25,10 @@ class PreparedDataLoader(DataLoader[Any]):
     follows from the seed of that generator (`torch.initial_seed()` without one), the epoch, the rank, and the number of loaders
     that were prepared before in this process. A RandomSampler that a single rank keeps draws as usual.
 
+    An iteration that is left after its first batch, as by `next(iter(loader))`, is a look at a batch: the next one begins where
+    it began, so that a rank that looks stays in one epoch with the others. Only a second look in a row is followed by the next
+    epoch, for a program that takes each batch in this way.
+
     Args:
         loader: The loader to wrap.
         device: The device to move batches to; None to leave them where they are.
@@ -39,9 +43,18 @@ class PreparedDataLoader(DataLoader[Any]):
         self._begun_epoch: int | None = None
         self._iterations = 0
         self._number = next(_numbers)
+        self._newest = _Taken()
+        self._is_after_look = False
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
-        """Start the next epoch."""
+        """Start the next epoch, or once more that of which the newest iteration was a look."""
+        batches, self._newest = self._begin(), _Taken()
+        return self._newest.counted(batches)
+
+    def _begin(self) -> Iterator[Any]:
+        may_begin_again, self._is_after_look = self._may_begin_again(), self._is_look()
+        if may_begin_again:
+            self._begin_again()
         self._begin_epoch()
         with self._own_generator():
             batches: Iterator[Any] = iter(self._loader)  # now, so that workers start to load
@@ -63,7 +76,7 @@ class PreparedDataLoader(DataLoader[Any]):
         A DistributedSampler counts on from there. Others keep that epoch until another one is set.
         """
         self._set_epoch_of_parts(epoch)
-        self._begun_epoch, self._iterations = None, epoch
+        self._begun_epoch, self._iterations, self._newest = None, epoch, _Taken()
 
     def _set_epoch_of_parts(self, epoch: int) -> None:
         for part in (*samplers(self), self.dataset):
@@ -82,6 +95,23 @@ class PreparedDataLoader(DataLoader[Any]):
         sampler = distributed_sampler(self)
         return (self._iterations if sampler is None else sampler.epoch,)
 
+    def _may_begin_again(self) -> bool:
+        return not self._is_after_look and self._is_look()
+
+    def _is_look(self) -> bool:
+        """Return whether only the first batch of the newest iteration was taken, and its epoch has not ended."""
+        return self._newest.num_asked == 1 and not self._has_used_all(1)
+
+    def _has_used_all(self, num_batches: int) -> bool:
+        with suppress(TypeError):  # a dataset without a length
+            return num_batches == len(self)
+        return False
+
+    def _begin_again(self) -> None:
+        """Let the next iteration start where the newest one did."""
+        self._begun_epoch = None
+        self._iterations -= 1
+
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
         if sampler is None:
@@ -89,6 +119,20 @@ class PreparedDataLoader(DataLoader[Any]):
         if isinstance(sampler.epoch, _BegunEpoch) and sampler.epoch == self._begun_epoch:
             sampler.set_epoch(sampler.epoch + 1)
         self._begun_epoch = sampler.epoch = _BegunEpoch(sampler.epoch)
+
+
+class _Taken:
+    """What was taken of an iteration."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield `batches`, and count how often one was asked for: after the last one, once more."""
+        for batch in batches:
+            self.num_asked += 1
+            yield batch
+        self.num_asked += 1
 
 
 class _BegunEpoch(int):

@@ -27,8 +27,8 @@ class ResumableDataLoader(PreparedDataLoader):
 
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
       no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
-    - A first iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
-      began. A state taken in between is behind that batch. Later ones are followed by the next epoch, as by a plain loader.
+    - An iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
+      began. A state taken in between is behind that batch. A second look in a row is followed by the next epoch.
     - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
       that is resumed from it has no batch.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
@@ -48,11 +48,10 @@ class ResumableDataLoader(PreparedDataLoader):
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         super().__init__(loader, device)
         self._iteration = _Iteration(self._sampler(), 1)
-        self._num_begun = 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or the rest of the restored one."""
-        batches = super().__iter__()
+        batches = self._begin()
         iteration = self._iteration = _Iteration(self._sampler(), self.batch_size or 1)
         if iteration.has_batch():
             return iteration.followed(batches)
@@ -72,8 +71,9 @@ class ResumableDataLoader(PreparedDataLoader):
             ValueError: If another epoch was restored, and not all of its samples are used yet.
 
         """
+        is_begun_again = self._may_begin_again() and epoch == self._iteration.begun.epoch
         super().set_epoch(epoch)
-        if self._was_look(epoch):
+        if is_begun_again:
             self._sampler().start = self._iteration.begun.used
         self._iteration = _Iteration(self._sampler(), 1)
 
@@ -89,7 +89,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
         """
         self._sampler().restore(state_dict)
-        self._begun_epoch, self._iteration, self._num_begun = None, _Iteration(self._sampler(), 1), 0
+        self._begun_epoch, self._iteration, self._is_after_look = None, _Iteration(self._sampler(), 1), False
 
     def _may_look_ahead(self) -> bool:
         # Without workers the next batch is drawn in this process: a state must not hold its random numbers before it is used.
@@ -100,18 +100,16 @@ class ResumableDataLoader(PreparedDataLoader):
         return (*super()._beginning(), self._sampler().start)
 
     def _begin_epoch(self) -> None:
-        sampler = self._sampler()
-        if self._was_look(sampler.epoch):
-            sampler.start = self._iteration.begun.used
-            self._begun_epoch = None
-        if sampler.start:  # a restored epoch, also if an iteration over it took nothing
+        if self._sampler().start:  # a restored epoch, also if an iteration over it took nothing
             self._begun_epoch = None
         super()._begin_epoch()
-        self._num_begun += 1
 
-    def _was_look(self, epoch: int) -> bool:
-        """Return whether the newest iteration, of `epoch`, was the first one, and was left after one batch."""
-        return self._num_begun == 1 and self._iteration.is_look and epoch == self._iteration.begun.epoch
+    def _is_look(self) -> bool:
+        return self._iteration.is_look and self._sampler().epoch == self._iteration.begun.epoch
+
+    def _begin_again(self) -> None:
+        super()._begin_again()
+        self._sampler().start = self._iteration.begun.used
 
     def _sampler(self) -> ResumableSampler:
         assert isinstance(self.sampler, ResumableSampler)

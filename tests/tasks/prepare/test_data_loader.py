@@ -105,6 +105,33 @@ def test_an_epoch_that_is_set_on_the_sampler_is_the_next_however_often_it_was_it
     assert type(shared.state_dict()["epoch"] if resumable else 0) is int
 
 
+@pytest.mark.parametrize("resumable", [False, True])
+def test_ranks_stay_in_one_epoch_when_one_of_them_looks_at_a_batch_before_and_after_each_loop(places, resumable):
+    ranks = []
+    for rank in range(2):
+        places(rank)
+        ranks.append(prepare_data_loader(DataLoader(DATA, batch_size=2, shuffle=True, collate_fn=collate), resumable=resumable))
+    shares = []
+    for _ in range(3):
+        first = next(iter(ranks[0]))
+        shares.append([items(loader) for loader in ranks])
+        assert shares[-1][0][:2] == first
+        assert sorted(shares[-1][0] + shares[-1][1]) == list(range(10))
+    assert len({tuple(first) for first, _ in shares}) == 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 5], ids=["five batches", "one batch"])
+def test_a_program_that_takes_one_batch_of_each_epoch_gets_those_of_all(places, batch_size):
+    def prepared():
+        return prepare_data_loader(DataLoader(DATA, batch_size=batch_size, shuffle=True, collate_fn=collate))
+
+    undisturbed, left, zipped = prepared(), prepared(), prepared()
+    firsts = [items(undisturbed)[:batch_size] for _ in range(4)]
+    numbers = [0, 1, 2, 3] if batch_size == 5 else [0, 0, 1, 2]  # the first of several batches is a look
+    assert [next(iter(left)) for _ in range(4)] == [firsts[number] for number in numbers]
+    assert [next(zip([1], zipped, strict=False))[1] for _ in range(4)] == [firsts[number] for number in numbers]
+
+
 ARGUMENTS = {
     "batch_size": 3,
     "num_workers": 2,
