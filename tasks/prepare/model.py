@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from prefect_torch.ckpt.state.expected_size import note_module
-from prefect_torch.ckpt.state.objects.parameters import fsdp_classes
+from prefect_torch.ckpt.state.objects.parameters import fsdp_classes, uncompiled
 from prefect_torch.ckpt.state.objects.tensors import is_dtensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -69,8 +69,7 @@ def _check_strategy(strategy: str | None) -> None:
 
 
 def _is_parallel(model: nn.Module) -> bool:
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    return isinstance(inner, (DistributedDataParallel, *fsdp_classes("FSDPModule", "FullyShardedDataParallel")))
+    return isinstance(uncompiled(model), (DistributedDataParallel, *fsdp_classes("FSDPModule", "FullyShardedDataParallel")))
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -122,16 +122,17 @@ def _renamed(key: Any, names: list[Any]) -> Any:
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that DDP or torch.compile wraps."""
-    while (inner := _wrapped(module)) is not None:
-        module = inner
-    return module
+    inner = uncompiled(module)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return module if inner is module else unwrap(inner)
 
 
-def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        inner: torch.nn.Module = module.module
-        return inner
-    return getattr(module, "_orig_mod", None)
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that torch.compile wraps, and any other itself: a user's may pass on the name of what is wrapped."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # it is imported where anything is compiled
+    kind: Any = getattr(dynamo, "OptimizedModule", ())  # none yet while a thread imports it
+    return module._orig_mod if isinstance(module, kind) else module  # noqa: SLF001 - it has no other name
 
 
 def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool = False) -> dict[str, str]:

@@ -40,7 +40,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state.index import DTYPE_BYTES
 from prefect_torch.ckpt.state.objects.flatten import flatten
-from prefect_torch.ckpt.state.objects.parameters import _reshard
+from prefect_torch.ckpt.state.objects.parameters import _reshard, unwrap
 from prefect_torch.ckpt.state.objects.tensors import is_dtensor
 from prefect_torch.ckpt.state.staging import buffer
 from prefect_torch.ckpt.state.staging.buffer import StagingBuffer
@@ -206,8 +206,7 @@ def test_buffers_that_each_rank_has_of_its_own_come_back_by_an_object_that_is_ma
 
 def test_what_ddp_and_compile_wrap_has_the_name_of_what_they_wrap(store):
     plain_model = make_training(1)[0]
-    wrapped = torch.nn.Sequential()
-    wrapped.add_module("_orig_mod", plain_model)
+    wrapped = torch.compile(plain_model, backend="eager")
     names = [{leaf.name for leaf in flatten({"m": module}, 0).leaves} for module in (wrapped, plain_model)]
     assert names[0] == names[1]
     Attempt(store).run(lambda session, _: session.report({}, state={"m": wrapped}))
@@ -714,9 +713,10 @@ def test_rank_0_does_its_part_before_it_waits_for_late_ranks_and_not_when_all_ar
     assert done == ["late"]
 
 
-@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp"])
+@pytest.mark.parametrize("name", ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo.eval_frame"])
 def test_a_report_while_a_thread_imports_what_it_looks_for_does_not_mind(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     layer = torch.nn.Linear(2, 2)
     assert not is_dtensor(layer.weight)
+    assert unwrap(layer) is layer
     _reshard(layer)

@@ -102,6 +102,28 @@ def test_a_model_without_data_is_sharded_without_any(one_of_eight, moved_wholes)
     assert moved_wholes == []
 
 
+class WithHead(nn.Module):
+    """A head on a model, which has what the head lacks."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(4, 1)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def test_what_passes_on_names_to_a_compiled_parallel_model_is_not_parallel_itself(one_of_eight):
+    parallel = prepare_model(nn.Linear(4, 4))
+    compiled = torch.compile(parallel, backend="eager")
+    assert prepare_model(compiled) is compiled
+    assert type(prepare_model(WithHead(compiled))) is type(parallel)
+
+
 def test_a_single_rank_leaves_a_model_without_data_to_its_caller():
     with torch.device("meta"):
         tower = Tower()
