@@ -25,20 +25,17 @@ from prefect_torch.flows import (
 from prefect_torch.tasks.gang.gpus import allocation
 from prefect_torch.tasks.gang.gpus.allocation import GpusBusyError
 from prefect_torch.tasks.rank.resources import cpus
-from pretended_gpus import remove_locks
+from pretended_gpus import pretended_machine
 
 SUPPORT = Path(__file__).parents[1] / "support"
 ONE, BOTH = (ScalingConfig(num_workers=number, use_gpu=True, wait_for_gpus_s=0) for number in (1, 2))
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch, tmp_path):
+def machine(monkeypatch):
     """A machine with two GPUs."""
-    monkeypatch.setenv("PRETENDED_GPUS", "2")
-    monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    yield
-    remove_locks(tmp_path.name)
+    with pretended_machine(monkeypatch, 2):
+        yield
 
 
 @pytest.fixture

@@ -6,10 +6,13 @@ have memory, of which the file PRETENDED_MEMORY may say how many GiB are free, o
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 NAME = "Pretended GPU"
 TOTAL_BYTES = 80 << 30
@@ -56,13 +59,25 @@ def listed(_: Any = None) -> list[Any]:
     return [Gpu(uuid(name), NAME, "FAKEGPU_VISIBLE_DEVICES", name) for name in visible()]
 
 
-def remove_locks(machine: str) -> None:
-    """Remove the locks of the GPUs of a pretended machine."""
+@contextmanager
+def pretended_machine(monkeypatch: Any, num_gpus: int) -> Iterator[str]:
+    """Have this process and those that it starts see a machine with so many GPUs; yield its name.
+
+    No other run of the tests has a machine of this name: the locks of GPUs are those of the real machine.
+    """
     from prefect_torch.tasks.gang.gpus import locks  # noqa: PLC0415 - same
 
-    for folder in locks._LOCKS:
-        for lock in folder.glob(f"{locks._PREFIX}fake-{machine}-*"):
-            lock.unlink()
+    name = uuid4().hex
+    folders, of_its_gpus = locks._LOCKS, f"{locks._PREFIX}fake-{name}-*"  # a test may put others in their places
+    monkeypatch.setenv("PRETENDED_GPUS", str(num_gpus))
+    monkeypatch.setenv("PRETENDED_MACHINE", name)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    try:
+        yield name
+    finally:
+        for folder in folders:
+            for lock in folder.glob(of_its_gpus):
+                lock.unlink()
 
 
 class Module:

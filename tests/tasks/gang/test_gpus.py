@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,10 +18,9 @@ from prefect_torch.tasks.gang.gpus import driver_programs, listing, locks
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation, GpusBusyError, take_free
 from prefect_torch.tasks.gang.gpus.listing import Gpu, list_gpus
 from prefect_torch.tasks.gang.processes.process import RankProcess
-from pretended_gpus import listed, remove_locks
+from pretended_gpus import listed, pretended_machine
 from small_disk import mounted
 
-SUPPORT = Path(__file__).parents[2] / "support"
 HOLD = """
 import os, sys, time
 from pretended_gpus import listed
@@ -43,22 +41,20 @@ time.sleep(600)
 
 
 @pytest.fixture
-def torchs_machine(monkeypatch, tmp_path):
-    """A machine with three GPUs; the processes that it starts have them, too."""
-    monkeypatch.setenv("PRETENDED_GPUS", "3")
-    monkeypatch.setenv("PRETENDED_MACHINE", tmp_path.name)
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+def torchs_machine(monkeypatch):
+    """A machine with three GPUs, by its name; the processes that it starts have them, too."""
     monkeypatch.setattr(subprocess, "Popen", PopenOfProgram)  # of the program that lists them
     monkeypatch.setattr(allocating, "_run_logger", lambda: gpus_log)
     monkeypatch.setattr(allocating, "_POLL_S", 0.01)
-    yield
-    remove_locks(tmp_path.name)
+    with pretended_machine(monkeypatch, 3) as name:
+        yield name
 
 
 @pytest.fixture
 def machine(torchs_machine, monkeypatch):
     """The same, without a process that lists them."""
     monkeypatch.setattr(allocating, "list_gpus", listed)
+    return torchs_machine
 
 
 class Log(list):
@@ -207,8 +203,8 @@ def test_the_visible_gpus_are_a_pool(machine, monkeypatch):
     second.release()
 
 
-def test_slices_that_are_named_by_their_instances_have_a_lock_each(torchs_machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{tmp_path.name}-")
+def test_slices_that_are_named_by_their_instances_have_a_lock_each(torchs_machine, monkeypatch):
+    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{torchs_machine}-")
     pools = [[Gpu(name, "A100 MIG 1g.5gb", "CUDA_VISIBLE_DEVICES", name)] for name in ("MIG-GPU-8f/1/0", "MIG-GPU-8f/2/0")]
     allocated = [GpuAllocation(1, 0.0, "this one", pool) for pool in (*pools, pools[0])]
     assert [take(each) for each in allocated[:2]] == [{"CUDA_VISIBLE_DEVICES": pool[0].choice} for pool in pools]
@@ -457,8 +453,8 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(machine, tmp_path):
     assert mine.read_text() == "precious"
 
 
-def test_whoever_holds_the_lock_on_all_blocks_nobody_for_longer_than_it_waits(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{tmp_path.name}-")
+def test_whoever_holds_the_lock_on_all_blocks_nobody_for_longer_than_it_waits(machine, monkeypatch):
+    monkeypatch.setattr(locks, "_PREFIX", f"{locks._PREFIX}fake-{machine}-")
     monkeypatch.setattr(locks, "LONGEST_TAKING_S", 0.05)
     asked = []
     with locks.one_at_a_time(), pytest.raises(GpusBusyError, match="all, by a process that has been taking some"):

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from contextlib import closing, nullcontext, suppress
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
@@ -22,9 +21,8 @@ from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import avoided, gathering, lending
 from prefect_torch.tasks.gang.machine.lending import Machines
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
-from pretended_gpus import remove_locks
+from pretended_gpus import pretended_machine
 
-SUPPORT = Path(__file__).parents[2] / "support"
 # An agent that is told of its end as soon as the leader knows of it.
 TERMINATED_AT_ONCE = """
 import os, signal, sys
@@ -136,17 +134,16 @@ def test_a_machine_whose_gpus_are_listed_late_is_not_lost(tmp_path):
         assert machine.lost is None
 
 
-def test_a_request_leaves_gpus_that_no_rank_needs_to_others(monkeypatch, tmp_path):
+def test_a_request_leaves_gpus_that_no_rank_needs_to_others(monkeypatch):
     """Of a machine with two, as trials of one rank use it that begin together."""
-    for name, value in {"PRETENDED_GPUS": "2", "PRETENDED_MACHINE": tmp_path.name, "PYTHONPATH": str(SUPPORT)}.items():
-        monkeypatch.setenv(name, value)
     cluster = Hosts(["a"], **{**HERE, "ranks_per_host": None})
     requests = [Machines(cluster, 1, 1, use_gpu=True) for _ in range(2)]
-    try:
-        with requests[0].lend(lambda: None) as first, requests[1].lend(lambda: None) as second:
-            assert [lease.machines[0].slots for lease in (first, second)] == [1, 1]
-    finally:
-        remove_locks(tmp_path.name)
+    with (
+        pretended_machine(monkeypatch, 2),
+        requests[0].lend(lambda: None) as first,
+        requests[1].lend(lambda: None) as second,
+    ):
+        assert [lease.machines[0].slots for lease in (first, second)] == [1, 1]
 
 
 def test_of_two_machines_that_lost_each_other_the_next_attempt_has_one():
