@@ -190,7 +190,8 @@ class ReportPreparation:
             _logger.warning(
                 "rank %d reports step %d again, whose checkpoint is stored or under way: the metrics are recorded, and that "
                 "checkpoint stays; give a higher step to store another",
-                *(self._rank, step),
+                self._rank,
+                step,
             )
             return Report(given.started_s, step, metrics, given.progress, awaits_commits=upload == "sync")
         if spare_memory.kept is not None and given.checkpoint is not None and given.state is None:
@@ -245,7 +246,8 @@ class ReportPreparation:
                 _logger.warning(
                     "all trials of sweep %r run in one directory, so others may write to %s, too, and report each other's "
                     "files: give each a directory of its own, such as a tempfile.TemporaryDirectory()",
-                    *(self._sweep, directory),
+                    self._sweep,
+                    directory,
                 )
 
     def _capture(self, state: Mapping[str, Any], files: tuple[str, ...]) -> "StateSnapshot":

@@ -162,7 +162,10 @@ def _hides_score(storage: Storage, layout: Layout, checkpoint_id: str, name: str
         if has_score:
             _logger.warning(
                 "checkpoint %s of run %r stays, whatever its score: evaluate it again as %r, or delete that evaluation: %s",
-                *(checkpoint_id, layout.run, name, exc),
+                checkpoint_id,
+                layout.run,
+                name,
+                exc,
             )
     return has_score  # also of one that is whole by now: it was read while it was written
 

@@ -210,7 +210,7 @@ class StateIndex:
         known = {name: decode(TensorEntry, fields, name, _WHAT_OF_RANK) for name, fields in tensors.items()}
         block_bytes = next(part["block_bytes"] for part in parts if part is not None)
         merged = cls(
-            *(len(parts), block_bytes, known, values), {name: arrays[name] for name in (*known, *values) if name in arrays}
+            len(parts), block_bytes, known, values, {name: arrays[name] for name in (*known, *values) if name in arrays}
         )
         return replace(merged, orders=needed_orders((path for _, path in merged.paths()), orders))
 

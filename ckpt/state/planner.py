@@ -170,7 +170,9 @@ def _warn_of_unequal(samples: Mapping[int, Mapping[str, Sequence[str]]]) -> bool
                     "each rank stores a part, so the checkpoint is a mixture of both. Keep them equal with "
                     "prepare_model(model), which wraps a model in DistributedDataParallel; or give what is each rank's own, "
                     "such as a stage of a pipeline, a name of its own on each rank, or mark it with RankLocal",
-                    *(rank, part, other),
+                    rank,
+                    part,
+                    other,
                 )
                 return True
     return False

@@ -162,7 +162,8 @@ class StateSaver:
             "every rank reads all of them at each report, to find where they differ. Give the objects themselves, as in "
             'report(..., state={"model": model, "optimizer": optimizer}): then each rank reads only what it stores; mark what '
             "is each rank's own with RankLocal",
-            *(count // 2**20, show_some([leaf.name for leaf in compared])),
+            count // 2**20,
+            show_some([leaf.name for leaf in compared]),
         )
 
     def record_described(self, snapshot: StateSnapshot) -> bool:

@@ -107,7 +107,9 @@ def _log_used_budget(search: Search, config: SearchConfig) -> None:
     if search.budget.is_used_up:
         get_run_logger().info(
             "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",
-            *(len(search.trials), search.num_trials, config.time_budget_s),
+            len(search.trials),
+            search.num_trials,
+            config.time_budget_s,
         )
 
 

@@ -274,7 +274,11 @@ class Peers:
     def _warn_of(self, topic: str, whom: str, reason: str, waited_s: float) -> None:
         _logger.warning(
             "rank %d has waited %g s in %s for %s, and still waits: %s",
-            *(self.rank, waited_s, topic.replace("/", " "), whom, reason),
+            self.rank,
+            waited_s,
+            topic.replace("/", " "),
+            whom,
+            reason,
         )
 
     def _warn_of_running(self, waited_s: float) -> None:
@@ -287,7 +291,9 @@ class Peers:
             (own,) = [it for it in left if it.rank == self.rank]
             _logger.warning(
                 "%s %g s ago, and waits for rank %s to return: if it hangs, it is in a collective that every rank must join",
-                *(own, waited_s, show_some([str(rank) for rank in running])),
+                own,
+                waited_s,
+                show_some([str(rank) for rank in running]),
             )
 
     def _raise_for(self, exits: list[RankExit], topic: str) -> None:

@@ -191,7 +191,9 @@ def _warn(run: Run, failures: Failures) -> None:
     if failures.noted:
         _logger.warning(
             "garbage of run %r could not be deleted (%s), and is left to the next prune; the first error: %s",
-            *(run.name, show_some([what for what, _ in failures.noted]), failures.noted[0][1]),
+            run.name,
+            show_some([what for what, _ in failures.noted]),
+            failures.noted[0][1],
         )
 
 
