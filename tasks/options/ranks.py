@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PlainSerializer, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 from pydantic_core import PydanticCustomError
 
-_TWO = 2
 _MOST = 65_536  # each is described in memory before anything starts
 
 
@@ -17,7 +16,7 @@ def _check(value: Any, check_one: ValidatorFunctionWrapHandler) -> int | tuple[i
             )
         one: int = check_one(value)
         return one
-    if len(value) != _TWO:
+    if len(value) != 2:  # noqa: PLR2004 - the fewest and the most
         raise PydanticCustomError("ranks", "Input should be one number, or two: the fewest ranks and the most")
     fewest, most = map(check_one, value)
     if fewest > most:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     Ranks = int | tuple[int, int]
 else:
     _ONE = {"type": "integer", "minimum": 1, "maximum": _MOST}
-    _RANGE = {"type": "array", "title": "From, to", "items": _ONE, "minItems": _TWO, "maxItems": _TWO}
+    _RANGE = {"type": "array", "title": "From, to", "items": _ONE, "minItems": 2, "maxItems": 2}
     # Not a union, whose errors would name the choices; the first choice is the one that a form shows.
     Ranks = Annotated[
         int,

@@ -137,7 +137,7 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
 
     """
     command = as_command("ls", url)
-    return "\n".join([
+    lines = [
         "# Runs",
         "",
         f"`{url}` as of {show_time(now_s)} UTC; refreshed at the end of each training, and by the flow `prune`.",
@@ -146,7 +146,8 @@ def write_runs(url: str, rows: Sequence[RunRow], num_left_out: int, now_s: float
         "| :-- | :-- | --: | --: | :-- | --: | :-- |",
         *(f"| {' | '.join(_cells(row))} |" for row in rows),
         *(("", f"Not shown: {show_count(num_left_out, 'other run')}; see `{command}`") if num_left_out else ()),
-    ])  # fmt: skip
+    ]
+    return "\n".join(lines)
 
 
 def _status(store: CheckpointStore) -> AttemptStatus | None:

@@ -72,8 +72,11 @@ class AvoidedMachines:
         self._avoid(machine.name for machine in machines if self._machine_of(machine.name) == at_fault)
         get_run_logger().warning(
             "machine %s is avoided for %.0f minutes: only its ranks failed first in %d consecutive attempts; look at its GPUs, "
-            "memory and disk", at_fault, _AVOID_S / 60, self._num_faults,
-        )  # fmt: skip
+            "memory and disk",
+            at_fault,
+            _AVOID_S / 60,
+            self._num_faults,
+        )
         return True
 
     def _avoid(self, names: Iterable[str]) -> None:

@@ -86,7 +86,8 @@ class RemoteRank:
         if self._exit["type"] == "lost":
             return self._loss()
         if (record := self._exit["record"]) is not None:
-            get_run_logger().warning("the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace",
-                                     record, self._machine)  # fmt: skip
+            get_run_logger().warning(
+                "the rank's last collectives are in %s on %s: read that of all ranks with torchfrtrace", record, self._machine
+            )
         result = result_left(self._result, self._exit["returncode"], decode_result)
         return result or result_of_exit(self._exit["returncode"], oom_killed=self._exit["oom_killed"])

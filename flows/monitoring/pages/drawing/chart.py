@@ -99,7 +99,7 @@ def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps
     values = value_axis([value for line in (panel.kept, *panel.lost) for _, value in line])
     inner = Frame(left + _LEFT, top + _TOP, width - _LEFT - _RIGHT, _PANEL_HEIGHT - _TOP - _BOTTOM, steps, values)
     colour = COLOURS[index % len(COLOURS)]
-    return "".join((
+    parts = (
         *_title(panel.curve, inner, colour),
         *draw_grid(inner),
         *_boundaries(inner, first_steps),
@@ -107,7 +107,8 @@ def _draw(panel: Panel, index: int, left: float, top: float, width: float, steps
         draw_line(inner, panel.kept, colour),
         draw_dot(inner, panel.kept[-1], colour),
         *_best(inner, panel.kept, panel.best, colour),
-    ))  # fmt: skip
+    )
+    return "".join(parts)
 
 
 def _title(curve: Curve, frame: Frame, colour: str) -> Iterable[str]:
