@@ -25,6 +25,7 @@ from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_database import migrated_by_one, newer_database
+from .settings import unusable_home, unused_key
 
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
@@ -161,32 +162,6 @@ def embedded_server_kept_running() -> Iterator[ServerKeeper]:
     finally:
         ended.set()
         thread.join()
-
-
-def unusable_home() -> tuple[str, str] | None:
-    """Return why no embedded server can keep its database in Prefect's home directory, and the advice; None if it can."""
-    settings = get_current_settings()
-    home, url = settings.home, settings.server.database.connection_url
-    nearest = next(it for it in (home, *home.parents) if os.access(it, os.F_OK))  # where the server would make it
-    if url is None or str(home) not in url.get_secret_value() or os.access(nearest, os.W_OK | os.X_OK):
-        return None
-    why = (
-        "Prefect's server, which a flow starts unless PREFECT_API_URL names another, cannot keep its database in "
-        f"{home}, where this user cannot write"
-    )
-    return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
-
-
-def unused_key() -> tuple[str, str] | None:
-    """Return that PREFECT_API_KEY is not used without PREFECT_API_URL, and the advice; None if that is not the case."""
-    api = get_current_settings().api
-    if api.key is None or api.url:
-        return None
-    why = (
-        "PREFECT_API_KEY is set, but PREFECT_API_URL is not, so flow runs are recorded by a server on this machine and not in "
-        "Prefect Cloud"
-    )
-    return why, "set PREFECT_API_URL too, or log in (prefect cloud login)"
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":

@@ -1,11 +1,12 @@
-"""Prefect's settings, changed for a part of a process: as by `temporary_settings`, without its 40 ms of CPU."""
+"""Prefect's settings: changed for a part of a process, as by `temporary_settings`, without its 40 ms of CPU; and judged."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from prefect.context import SettingsContext, get_settings_context
-from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, Settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, Settings, get_current_settings
 from pydantic import BaseModel
 
 
@@ -47,6 +48,32 @@ def without_empty_url() -> AbstractContextManager[None]:
     task runs are lost, with a traceback each.
     """
     return using(settings_with({PREFECT_API_URL: None})) if PREFECT_API_URL.value() == "" else nullcontext()
+
+
+def unusable_home() -> tuple[str, str] | None:
+    """Return why no embedded server can keep its database in Prefect's home directory, and the advice; None if it can."""
+    settings = get_current_settings()
+    home, url = settings.home, settings.server.database.connection_url
+    nearest = next(it for it in (home, *home.parents) if os.access(it, os.F_OK))  # where the server would make it
+    if url is None or str(home) not in url.get_secret_value() or os.access(nearest, os.W_OK | os.X_OK):
+        return None
+    why = (
+        "Prefect's server, which a flow starts unless PREFECT_API_URL names another, cannot keep its database in "
+        f"{home}, where this user cannot write"
+    )
+    return why, "set PREFECT_HOME to a directory that can be written to, or PREFECT_API_URL"
+
+
+def unused_key() -> tuple[str, str] | None:
+    """Return that PREFECT_API_KEY is not used without PREFECT_API_URL, and the advice; None if that is not the case."""
+    api = get_current_settings().api
+    if api.key is None or api.url:
+        return None
+    why = (
+        "PREFECT_API_KEY is set, but PREFECT_API_URL is not, so flow runs are recorded by a server on this machine and not in "
+        "Prefect Cloud"
+    )
+    return why, "set PREFECT_API_URL too, or log in (prefect cloud login)"
 
 
 def _replace(model: Any, path: Sequence[str], value: Any) -> Any:

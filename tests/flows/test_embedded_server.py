@@ -20,8 +20,8 @@ from prefect.settings import (
 )
 from prefect_torch.tasks.prefect_api import embedded_server
 from prefect_torch.tasks.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
-from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied, unusable_home
-from prefect_torch.tasks.prefect_api.settings import using
+from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.tasks.prefect_api.settings import unusable_home, using
 
 
 def test_the_server_runs_as_a_module_does_but_looks_in_the_working_folder_last(tmp_path, monkeypatch):
