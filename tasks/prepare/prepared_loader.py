@@ -80,8 +80,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _set_epoch_of_parts(self, epoch: int) -> None:
         for part in (*samplers(self), self.dataset):
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
+            tell_epoch(part, epoch)
 
     def _may_look_ahead(self) -> bool:
         # A loader whose own position is stored must not be ahead of the training.
@@ -119,6 +118,12 @@ class PreparedDataLoader(DataLoader[Any]):
         if isinstance(sampler.epoch, _BegunEpoch) and sampler.epoch == self._begun_epoch:
             sampler.set_epoch(sampler.epoch + 1)
         self._begun_epoch = sampler.epoch = _BegunEpoch(sampler.epoch)
+
+
+def tell_epoch(part: Any, epoch: int) -> None:
+    """Call the `set_epoch` of a sampler or a dataset, if it has one."""
+    if callable(set_epoch := getattr(part, "set_epoch", None)):
+        set_epoch(epoch)
 
 
 class _Taken:

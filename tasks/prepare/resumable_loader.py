@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .prepared_loader import PreparedDataLoader
+from .prepared_loader import PreparedDataLoader, tell_epoch
 from .resumable_sampler import Position, ResumableSampler
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class ResumableDataLoader(PreparedDataLoader):
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
+    - Each iteration begins with the `set_epoch(epoch)` of the dataset, if it has one; with `persistent_workers` the dataset
+      must pass the epoch on to them.
     - With `num_workers=0` a dataset draws from the generators of the process, which a state can hold as `RankLocal`: then a
       resumed epoch has the same items as an undisturbed one. Workers are seeded by the epoch, so they draw the same numbers
       after a resume between epochs; in the middle of one they draw others, as the generators of killed workers are lost, and so
@@ -103,6 +105,7 @@ class ResumableDataLoader(PreparedDataLoader):
         if self._sampler().start:  # a restored epoch, also if an iteration over it took nothing
             self._begun_epoch = None
         super()._begin_epoch()
+        tell_epoch(self.dataset, int(self._sampler().epoch))
 
     def _is_look(self) -> bool:
         return self._iteration.is_look and self._sampler().epoch == self._iteration.begun.epoch

@@ -316,6 +316,35 @@ def test_a_set_epoch_begins_at_its_beginning_unless_it_is_the_restored_one(kind)
     assert sorted(rest_of(loader)) == list(range(24))
 
 
+class EpochOfItems:
+    """Each item is the epoch that the dataset is set to, as an augmentation may depend on it."""
+
+    epoch = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return self.epoch
+
+    def set_epoch(self, epoch):
+        assert type(epoch) is int
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("keeps_position", [False, True], ids=["torch's", "torchdata's"])
+def test_a_dataset_of_items_is_set_to_each_epoch(keeps_position):
+    def prepared():
+        kind = stateful if keeps_position else DataLoader
+        return prepare_data_loader(kind(EpochOfItems(), batch_size=2), resumable=True)
+
+    loader, resumed = prepared(), prepared()
+    assert [rest_of(loader) for _ in range(2)] == [[0] * 4, [1] * 4]
+    assert take(loader, 1) == [2] * 2
+    resumed.load_state_dict(loader.state_dict())
+    assert [rest_of(resumed), rest_of(resumed)] == [[2] * 2, [3] * 4]
+
+
 def test_the_newest_iteration_is_what_counts():
     loader = loader_of()
     first, second = iter(loader), iter(loader)
