@@ -13,7 +13,9 @@ def compared_values(history: History, scheduler: Scheduler, search: SearchConfig
     """Return the values of the metrics by which a sampler compares trials, and None for each trial that it does not see.
 
     Optuna leaves failed trials out of a model, and gp also those that were stopped, as if nothing were known of their configs:
-    it would suggest these again and again. They count as the worst in each metric.
+    it would suggest these again and again. They count as the worst in each metric. So does a completed trial without a score,
+    such as one that diverged: "Trials that return NaN are treated as failures" (Optuna's FAQ), and an infinite value, which gp
+    would cut off at the largest float, has no distance to the others.
 
     Args:
         history: The trials.
@@ -32,11 +34,15 @@ def compared_values(history: History, scheduler: Scheduler, search: SearchConfig
         number: None if value is None else [value] for number, value in scheduler.compared(history, with_behind=is_gp).items()
     }
     others = [trial for trial in history.values() if trial.number not in found and not trial.is_cloned]
-    ended = (scores_in(it.metrics, it.state, search.metrics, search.modes) for it in others if it.state == "completed")
-    if known := [values for values in (*found.values(), *ended) if values is not None]:
+    ended = {
+        it.number: scores_in(it.metrics, it.state, search.metrics, search.modes)
+        for it in others
+        if it.state in ("completed", "failed")
+    }
+    if known := [scores for scores in (*found.values(), *ended.values()) if scores is not None]:
         worst = list(map(max, zip(*known, strict=True)))
-        left_out = ("failed", "stopped") if is_gp else ("failed",)
-        found |= {trial.number: worst for trial in others if trial.state in left_out}
+        stopped = [it.number for it in others if it.state == "stopped"] if is_gp else []
+        found |= dict.fromkeys([*stopped, *(number for number, scores in ended.items() if scores is None)], worst)
     signs = [1 if mode == "min" else -1 for mode in search.modes]
     return {
         number: None if values is None else [value * sign for value, sign in zip(values, signs, strict=True)]

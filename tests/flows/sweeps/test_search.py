@@ -26,9 +26,11 @@ from prefect_torch.flows.sweeps.journal.events import (
 )
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, beats, history_of, score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
+from prefect_torch.flows.sweeps.optuna_study.comparison import compared_values
 from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
 from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
+from prefect_torch.flows.sweeps.schedulers.scheduling import RunToTheEnd
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from simulated_sweeps import Simulation, follow_schedule
@@ -854,6 +856,17 @@ def test_a_model_avoids_configs_of_trials_that_failed(sampler, metric, mode):
         search.end(trial.number, end)
     later = [it.state for it in search.trials.values() if it.number >= 12]
     assert later.count("failed") < 9
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_completed_trial_without_a_score_is_as_bad_as_the_worst_for_a_model(mode):
+    config = configured(mode=mode)
+    search = searched(mode=mode)
+    for loss in (0.5, 0.7, math.nan, math.inf, -math.inf):
+        search.end(search.next_trial().number, TrialEnd("completed", None, {"loss": loss}))
+    worst = 0.7 if mode == "min" else 0.5
+    for sampler in ("tpe", "gp"):
+        assert compared_values(search.trials, RunToTheEnd(), config, sampler) == {number: [worst] for number in (2, 3, 4)}
 
 
 def test_a_model_avoids_configs_of_trials_that_a_scheduler_stopped():
