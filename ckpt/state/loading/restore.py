@@ -262,8 +262,7 @@ def _is_in(storages: set[int], value: Any) -> bool:
 
 
 def _places(module: torch.nn.Module) -> list[Place]:
-    tensors = (*module.parameters(), *module.buffers())
-    return [place_of(tensor) for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
+    return [place_of(tensor) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _is_replaceable(target: Any) -> bool:

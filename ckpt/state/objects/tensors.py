@@ -81,7 +81,7 @@ class Place(NamedTuple):
     """Where this rank's part of a tensor lies in memory.
 
     Attributes:
-        storage: The address of its storage; 0 if it has none, such as a tensor that wraps others.
+        storage: The address of its storage; 0 if it has none, as one that wraps others, or is sparse.
         start: The address of its first element.
         stop: The address after its last element, equal to `start` if it has none.
 
@@ -95,7 +95,7 @@ class Place(NamedTuple):
 def place_of(value: torch.Tensor) -> Place:
     """Return where this rank's part of a tensor lies."""
     local = local_tensor(value)
-    if has_own_operations(local):
+    if has_own_operations(local) or torch.nn.parameter.is_lazy(local) or local.layout is not torch.strided:
         return Place(0, 0, 0)
     storage, item_bytes = local.untyped_storage().data_ptr(), local.element_size()
     start = storage + int(local.storage_offset()) * item_bytes

@@ -365,6 +365,19 @@ def test_a_buffer_of_another_size_that_its_module_does_not_take_is_a_mismatch(st
         stored(store, {"m": reported}).load_state({"m": Renaming()})
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_module_is_loaded_though_it_has_a_sparse_tensor_that_is_not_stored(store, layout):
+    def make():
+        graph = torch.nn.Linear(2, 2)
+        graph.register_buffer("edges", torch.eye(2).to_sparse(layout=layout), persistent=False)
+        return graph
+
+    reported, fresh = make(), make()
+    stored(store, {"m": reported}).load_state({"m": fresh})
+    check_equal(fresh, reported)
+
+
 def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
     whole = {"small": torch.arange(6.0), "large": torch.arange(40_000.0)}
     checkpoint = stored(store, {"m": whole})
