@@ -35,6 +35,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
     """
 
+    _is_accelerate_prepared = True  # so that Accelerator.prepare does not share the data once more
+
     def __init__(self, loader: "DataLoader[Any]", device: torch.device | None) -> None:
         # Not super().__init__, which makes other samplers. The attributes are those of the loader.
         vars(self).update(vars(loader))

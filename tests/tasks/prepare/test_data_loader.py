@@ -190,6 +190,24 @@ def test_workers_load_the_share():
     assert ran.stdout.splitlines() == ["[0, 2, 4, 6, 8]"] * 2, ran.stderr
 
 
+WITH_ACCELERATE = """
+from accelerate import Accelerator
+from prefect_torch.tasks import prepare_data_loader
+from torch.utils.data import DataLoader
+accelerator = Accelerator(cpu=True)
+for resumable in (False, True):
+    loader = prepare_data_loader(DataLoader(range(4)), resumable=resumable)
+    assert accelerator.prepare(loader) is loader
+assert len(accelerator._dataloaders) == 2
+"""
+
+
+def test_accelerate_leaves_a_prepared_loader_as_it_is():
+    """In a process of its own, as an Accelerator sets the state of one. Accelerate would share out the share of each rank."""
+    ran = run_program([sys.executable, "-c", WITH_ACCELERATE], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_the_seed_of_the_generator_is_that_of_the_order(places, monkeypatch):
     broadcasts = []
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda seeds, src: broadcasts.append((seeds[0], src)))
