@@ -12,7 +12,7 @@ from prefect_torch.ckpt.state.index import TensorEntry
 from prefect_torch.ckpt.state.key_order import hashable
 from prefect_torch.ckpt.state.objects.arrays import array_kind, as_array, memory_of_array
 from prefect_torch.ckpt.state.objects.flatten import check_is_dict, is_plain, is_stateful
-from prefect_torch.ckpt.state.objects.parameters import ParameterNames, clean_names, is_by_parameter, unwrap
+from prefect_torch.ckpt.state.objects.parameters import ParameterNames, clean_names, is_by_parameter, keys_of, unwrap
 from prefect_torch.ckpt.state.objects.tensors import Place, local_tensor, place_of
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators, is_generator, set_generator
@@ -208,7 +208,7 @@ class _Restore:
             former[key] if former[key] in node.children and name not in node.children else name: key
             for key, name in clean_names(module, state).items()
         }
-        has_new, resizable = False, resizable_buffers(module)
+        has_new, resizable = False, keys_of(resizable_buffers(module), module, state)
         for name, key in names.items():
             if (f".{key}".endswith("._extra_state") or key in resizable) and name in node.children:
                 has_new = self._restore_any_form(state, key, node.children[name], (*path, name)) or has_new

@@ -164,10 +164,11 @@ def does_more_than_copy(module: torch.nn.Module) -> bool:
     )
 
 
-def resizable_buffers(module: torch.nn.Module) -> set[str]:
-    """Return the names of the buffers whose shape a load may change: those of parts with their own code for loading."""
+def resizable_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers whose shape a load may change, by name: those of parts with their own code for loading."""
     parts = ((f"{prefix}.".lstrip("."), part) for prefix, part in module.named_modules(remove_duplicate=False))
-    return {f"{prefix}{name}" for prefix, part in parts if _loads_itself(part) for name, _ in part.named_buffers(recurse=False)}
+    own = ((prefix, part) for prefix, part in parts if _loads_itself(part))
+    return {f"{prefix}{name}": buffer for prefix, part in own for name, buffer in part.named_buffers(recurse=False)}
 
 
 def _loads_itself(part: torch.nn.Module) -> bool:

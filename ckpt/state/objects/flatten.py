@@ -20,6 +20,7 @@ from .parameters import (
     clean_names,
     is_by_parameter,
     joined_names,
+    keys_of,
     renamed_optimizer_state,
     unwrap,
 )
@@ -178,8 +179,8 @@ class _Walk:
     def _visit_module(self, module: torch.nn.Module, at: _At) -> None:
         if not at.rank_local:
             check_not_flat(module, at.name)
-        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
         state = module.state_dict()
+        buffers = keys_of(dict(module.named_buffers(remove_duplicate=False)), module, state)
         names = clean_names(module, state)
         for key, value in state.items():
             name = names[key]

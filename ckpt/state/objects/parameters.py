@@ -9,6 +9,8 @@ import torch
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.rank_local import RankLocal
 
+from .tensors import place_of
+
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
 
 
@@ -152,6 +154,19 @@ def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool
             if clean.startswith(inner):
                 cleaned[name] = outer + clean.removeprefix(inner)
     return cleaned
+
+
+def keys_of(tensors: Mapping[str, torch.Tensor], module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return the keys in `state`, a module's `state_dict()`, of some of its tensors, by name.
+
+    Wrappers and hooks may give other keys there than the names in the module; what has such a key is known by its memory.
+    """
+    same = tensors.keys() & state.keys()
+    if len(same) == len(tensors):  # usual
+        return same
+    renamed = state.keys() - tensors.keys() - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    places = {place_of(tensor) for tensor in tensors.values()} if renamed else set()
+    return same | {key for key in renamed if isinstance(state[key], torch.Tensor) and place_of(state[key]) in places}
 
 
 def _prefixes_of_ddp(module: torch.nn.Module) -> list[tuple[str, str]]:

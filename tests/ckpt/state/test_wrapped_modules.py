@@ -1,9 +1,11 @@
 """Modules below wrappers: of torch.compile, of activation checkpointing, and of users."""
 
+import pytest
 import torch
 from prefect_torch.ckpt.state.objects.flatten import flatten
 from ranks import Attempt
 from states import check_equal
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 
 def stored(store, state, ranks=1):
@@ -40,3 +42,63 @@ def test_what_passes_on_names_to_a_compiled_module_is_stored_whole(store):
     assert names == {"m.inner.weight", "m.inner.bias", "m.head.weight", "m.head.bias"}
     stored(store, {"m": model}).load_state({"m": fresh})
     check_equal(fresh, model)
+
+
+class Prefixed(torch.nn.Module):
+    """Leaves the name of its part out of its `state_dict()`."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+        self.register_state_dict_post_hook(self.shorten)
+        self.register_load_state_dict_pre_hook(self.lengthen)
+
+    @staticmethod
+    def shorten(_, state, prefix, __):
+        for key in [key for key in state if key.startswith(f"{prefix}part.")]:
+            state[prefix + key.removeprefix(f"{prefix}part.")] = state.pop(key)
+
+    @staticmethod
+    def lengthen(_, state, prefix, *__):
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"{prefix}part.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+class Wide(torch.nn.Module):
+    """Has buffers that each rank counts for itself, one of them large."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.register_buffer("few", torch.full((3,), float(value)))
+        self.register_buffer("many", torch.full((600, 600), float(value)))
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Prefixed])
+def test_the_buffers_of_what_is_wrapped_are_those_of_rank_0(store, wrap):
+    def make(value):
+        return torch.nn.Sequential(*(wrap(Wide(value)) for _ in range(4)))
+
+    fresh = make(7)
+    stored(store, lambda rank: {"m": make(rank)}, ranks=2).load_state({"m": fresh})
+    assert [it.unique().tolist() for it in fresh.buffers()] == [[0.0]] * 8
+
+
+class Resizing(torch.nn.Module):
+    """A module whose buffer gets the size that is stored, like torch's FakeQuantize."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("scale", torch.full((size,), float(size)))
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        self.scale.resize_(state[f"{prefix}scale"].shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, Prefixed])
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_buffer_of_what_is_wrapped_gets_another_size_where_its_module_gives_it_one(store, wrap, size):
+    reported, fresh = Resizing(3), Resizing(size)
+    stored(store, {"m": torch.nn.Sequential(wrap(reported))}).load_state({"m": torch.nn.Sequential(wrap(fresh))})
+    assert fresh.scale.tolist() == reported.scale.tolist()
