@@ -284,11 +284,11 @@ def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
 
 
 def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_attempt(tmp_path, monkeypatch, caplog):
-    repairs = []
+    repairs, is_closing = [], threading.Event()
 
     def repair(_, listed):
         repairs.append(listed)
-        time.sleep(0.3)  # longer than the recorder takes to be closed, unless it waits
+        assert is_closing.wait(60)
         return True
 
     monkeypatch.setattr(IndexWriter, "repair", repair)
@@ -296,6 +296,14 @@ def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     with disable_run_logger():
         recorder = RunRecorder(CheckpointStore.open(tmp_path, "run"), job, 1, None, SimpleNamespace(notify=lambda event: None))
+        write = recorder._write
+
+        def write_last(*args):
+            submitted = write(*args)
+            is_closing.set()
+            return submitted
+
+        monkeypatch.setattr(recorder, "_write", write_last)
         recorder.close()
     assert len(repairs) == 1
     assert not caplog.records
