@@ -30,6 +30,14 @@ from prefect_torch.ckpt.storage.retry import (
 AT_ONCE = RetryPolicy(deadline_s=30, first_wait_s=0, longest_wait_s=0)
 
 
+class EndOfPause(threading.Event):
+    """Is set while somebody waits for it, who waits for nothing else."""
+
+    def wait(self, timeout=None):
+        threading.Thread(target=self.set).start()
+        return super().wait()
+
+
 class Flaky(FaultyStorage):
     """Fails its first `times` operations with `error`."""
 
@@ -206,10 +214,9 @@ def test_after_the_deadline_it_says_what_was_tried(memory):
 
 
 def test_retries_of_a_context_end_with_its_event_in_the_middle_of_a_pause(memory):
-    flaky, end = Flaky(memory, 10**6, ConnectionResetError("reset by peer")), threading.Event()
+    flaky = Flaky(memory, 10**6, ConnectionResetError("reset by peer"))
     storage = RetryingStorage(lambda: flaky, RetryPolicy(deadline_s=600, first_wait_s=600, longest_wait_s=600))
-    threading.Timer(0.1, end.set).start()
-    with retries_ended_by(end):
+    with retries_ended_by(EndOfPause()):
         for num_tries in (2, 3):  # once ended, there is one try and no more
             with pytest.raises(StorageError, match="reset by peer"):
                 storage.put_bytes("x", b"1")
