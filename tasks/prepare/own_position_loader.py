@@ -10,8 +10,9 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from prefect_torch.ckpt import RankLocal
+from prefect_torch.ckpt import RankLocal, RankLocalStateError, StateMismatchError
 
+from .device import get_rank_and_size
 from .prepared_loader import PreparedDataLoader, generators_kept
 from .resumable_sampler import restored_within
 from .sampling import distributed_sampler
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 class OwnPositionDataLoader(PreparedDataLoader):
     """A prepared loader whose state is the position that its loader keeps by itself, one for each rank.
 
-    It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`.
+    It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`. With a
+    `rank_local`, whatever that does, another number of ranks begins an epoch between two of them, but goes on in none, and
+    not with a dataset that has a `state_dict`.
 
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
@@ -75,16 +78,31 @@ class OwnPositionDataLoader(PreparedDataLoader):
         """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
         # torchdata would read up to the restored position for its state, and count twice.
         own = RankLocal(self._own_state() if self._restored is None else self._restored)
-        return {**self._at.state_dict(), "loader": own}
+        return {**self._at.state_dict(), "num_ranks": get_rank_and_size()[1], "loader": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration start where the state of the loader was taken."""
-        loader: Any = self._loader
-        own = state_dict["loader"]
-        own = own.value if isinstance(own, RankLocal) else own
-        loader.load_state_dict(own)
+        """Let the next iteration start where the state of the loader was taken.
+
+        Raises:
+            RankLocalStateError: If another number of ranks stored the state, and its position is needed; nothing is changed.
+
+        """
+        own = self._position_in(state_dict)
+        if own is not None:
+            loader: Any = self._loader
+            loader.load_state_dict(own)
         super().set_epoch(state_dict["epoch"])
         self._at, self._restored, self._is_after_look = _Place.of(state_dict), own, False
+
+    def _position_in(self, state_dict: Mapping[str, Any]) -> Any:
+        """Return the loader's own state in `state_dict`; None if it cannot go on, and need not, as a whole epoch is next."""
+        own = state_dict["loader"]
+        own = own.value if isinstance(own, RankLocal) else own
+        if (mismatch := _mismatch(state_dict)) is None:
+            return own
+        if _Place.of(state_dict).used or hasattr(self.dataset, "state_dict"):
+            raise mismatch
+        return None
 
     def _begin_epoch(self) -> None:
         sampler = distributed_sampler(self)
@@ -172,6 +190,17 @@ class _Place:
     def end(self, *, is_left: bool = False) -> None:
         """Go to the start of the next epoch."""
         self.epoch, self.used, self.is_left, self.is_begun = self.epoch + 1, 0, is_left, False
+
+
+def _mismatch(stored: Mapping[str, Any]) -> StateMismatchError | None:
+    """Return why a loader does not go on at the position that is `stored`; None if it does."""
+    num_ranks = get_rank_and_size()[1]
+    if (before := stored.get("num_ranks", num_ranks)) != num_ranks:  # not in the states of former versions
+        return RankLocalStateError(
+            f"the checkpoint has a loader's position for each of {before} ranks, and now there are {num_ranks}: they would use "
+            "samples twice or never; run on as many ranks, or leave the loader out of the state to load into"
+        )
+    return None
 
 
 def _count_once(loader: Any, restored: Any) -> None:

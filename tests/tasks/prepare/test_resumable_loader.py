@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
 from prefect_torch.tasks import prepare_data_loader
-from prefect_torch.tasks.prepare import data_loader, prepared_loader
+from prefect_torch.tasks.prepare import data_loader, own_position_loader, prepared_loader
 from ranks import Attempt
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
 
@@ -471,6 +471,37 @@ def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
         assert used[rank] == whole[:4]
     with pytest.raises(RankLocalStateError, match="loader"):
         attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_positions_of_streams_are_refused_at_another_number_of_ranks_however_they_are_shared_out(
+    tmp_path, monkeypatch, num_ranks
+):
+    def on_ranks(number):
+        monkeypatch.setattr(own_position_loader, "get_rank_and_size", lambda: (0, number))
+
+    def begin(session, rank):
+        loaders = {"within": own_of(Unpositioned()), "between": own_of(Unpositioned()), "stream": stream_of(rank, 2)}
+        take(loaders["within"], 2)
+        rest_of(loaders["between"])
+        rest_of(loaders["stream"])
+        session.report({}, state=loaders)
+
+    def load(name, loader):
+        shared = {"rank": 0, "world_size": num_ranks, "rank_local": lambda name, values, rank, _: values[rank % len(values)]}
+        attempt.restored.load_state({name: loader}, **shared)
+        return loader
+
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    on_ranks(2)
+    assert Attempt(store, 2).run(begin) == [None, None]
+    attempt = Attempt(store, num_ranks)
+    on_ranks(num_ranks)
+    for name, loader in ("within", own_of(Unpositioned())), ("stream", stream_of(0, num_ranks)):
+        with pytest.raises(RankLocalStateError, match=f"for each of 2 ranks, and now there are {num_ranks}"):
+            load(name, loader)
+    between = load("between", own_of(Unpositioned()))
+    assert (between.epoch, rest_of(between), between.epoch) == (1, list(range(8)), 2)
 
 
 @pytest.mark.parametrize("num_used", [0, 2, 4])
