@@ -26,7 +26,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
 
     It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`. With a
     `rank_local`, whatever that does, another number of ranks begins an epoch between two of them, but goes on in none, and
-    not with a dataset that has a `state_dict`.
+    not with a dataset that has a `state_dict`. The same holds for another `num_workers` of torchdata's loader, among which a
+    stream is divided: it is a `StateMismatchError`.
 
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
@@ -78,13 +79,14 @@ class OwnPositionDataLoader(PreparedDataLoader):
         """Return the state of the loader, marked as that of this rank; the restored one until the next iteration starts."""
         # torchdata would read up to the restored position for its state, and count twice.
         own = RankLocal(self._own_state() if self._restored is None else self._restored)
-        return {**self._at.state_dict(), "num_ranks": get_rank_and_size()[1], "loader": own}
+        return {**self._at.state_dict(), "num_ranks": get_rank_and_size()[1], "num_workers": self.num_workers, "loader": own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration start where the state of the loader was taken.
 
         Raises:
             RankLocalStateError: If another number of ranks stored the state, and its position is needed; nothing is changed.
+            StateMismatchError: If a loader with another number of workers did, likewise.
 
         """
         own = self._position_in(state_dict)
@@ -98,7 +100,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
         """Return the loader's own state in `state_dict`; None if it cannot go on, and need not, as a whole epoch is next."""
         own = state_dict["loader"]
         own = own.value if isinstance(own, RankLocal) else own
-        if (mismatch := _mismatch(state_dict)) is None:
+        if (mismatch := _mismatch(state_dict, own, self.num_workers)) is None:
             return own
         if _Place.of(state_dict).used or hasattr(self.dataset, "state_dict"):
             raise mismatch
@@ -192,13 +194,19 @@ class _Place:
         self.epoch, self.used, self.is_left, self.is_begun = self.epoch + 1, 0, is_left, False
 
 
-def _mismatch(stored: Mapping[str, Any]) -> StateMismatchError | None:
+def _mismatch(stored: Mapping[str, Any], own: Any, num_workers: int) -> StateMismatchError | None:
     """Return why a loader does not go on at the position that is `stored`; None if it does."""
     num_ranks = get_rank_and_size()[1]
     if (before := stored.get("num_ranks", num_ranks)) != num_ranks:  # not in the states of former versions
         return RankLocalStateError(
             f"the checkpoint has a loader's position for each of {before} ranks, and now there are {num_ranks}: they would use "
             "samples twice or never; run on as many ranks, or leave the loader out of the state to load into"
+        )
+    is_of_torchdata = isinstance(own, Mapping) and not own.keys().isdisjoint(["_snapshot", "_num_yielded"])
+    if is_of_torchdata and (before := stored.get("num_workers", num_workers)) != num_workers:
+        return StateMismatchError(
+            f"the checkpoint has a loader's position among num_workers={before}, and the loader has num_workers={num_workers}: "
+            "give it as many workers, or leave it out of the state to load into"
         )
     return None
 

@@ -578,6 +578,39 @@ def test_a_stream_without_a_position_continues_where_it_was_after_each_restart(n
     assert ran.returncode == 0, ran.stderr
 
 
+OTHER_WORKERS = """
+from prefect_torch.ckpt import StateMismatchError
+from prefect_torch.tasks import prepare_data_loader
+from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+class Items(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+def loader(num_workers):
+    loader = StatefulDataLoader(Items(), batch_size=2, num_workers=num_workers)
+    return prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
+for before, now in (0, 1), (1, 0), (1, 2):
+    first = loader(before)
+    next(iter(first))
+    within = first.state_dict()
+    list(first)
+    second = loader(now)
+    try:
+        second.load_state_dict(within)
+        raise AssertionError("loaded")
+    except StateMismatchError as exc:
+        assert f"num_workers={before}, and the loader has num_workers={now}" in str(exc), exc
+    second.load_state_dict(first.state_dict())
+    assert (second.epoch, len(list(second)), second.epoch) == (1, 4 * max(now, 1), 2)
+"""
+
+
+def test_a_stream_goes_on_with_other_workers_only_between_epochs():
+    """In a process of its own, as above."""
+    ran = run_program([sys.executable, "-c", OTHER_WORKERS], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_a_loader_with_a_sampler_of_its_own_continues_in_the_order_of_that_epoch():
     def prepared():
         sampler = DistributedSampler(range(24), 2, 1, shuffle=True)
