@@ -3,21 +3,28 @@
 import logging
 import math
 
+from prefect_torch.flows.sweeps.search_config import Mode
+
 from .samplers import imported
 
 
 class OptunaPruning:
-    """An Optuna pruner, with a study of its own that has the reports of every trial; a lower value is better.
+    """An Optuna pruner, with a study of its own that has the reports of every trial.
+
+    The study has the metric's own mode and values, though a lower value is better for a scheduler: the bounds of Optuna's
+    ThresholdPruner, "a minimum value which determines whether pruner prunes or not", are those of the metric, and a pruner may
+    read `study.direction`.
 
     Args:
         name: "module:function", which returns the pruner.
+        mode: Whether a low ("min") or a high ("max") value of the metric is good.
 
     Raises:
         ValueError: If there is no such function, or it returns something else.
 
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, mode: Mode) -> None:
         import optuna  # noqa: PLC0415 - an extra
 
         self._states = {
@@ -30,16 +37,19 @@ class OptunaPruning:
             raise ValueError(f"pruner={name!r} returned a {type(pruner).__name__}: return an Optuna pruner")  # noqa: TRY004 - one error
         logging.getLogger("optuna.storages._in_memory").setLevel(logging.WARNING)  # it logs each study that it creates
         # A fixed name: HyperbandPruner chooses a trial's bracket by it, and Optuna's generated one would differ after a kill.
-        self._study = optuna.create_study(pruner=pruner, study_name="sweep")
+        self._study = optuna.create_study(
+            pruner=pruner, study_name="sweep", direction="minimize" if mode == "min" else "maximize"
+        )
+        self._sign = 1 if mode == "min" else -1
         self._trials: dict[int, optuna.trial.Trial] = {}
         self._last: dict[int, float] = {}
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Add a report of a trial, and return whether the trial is to stop."""
+        """Add a report of a trial, whose lower `value` is better, and return whether the trial is to stop."""
         if number not in self._trials:
             self._trials[number] = self._study.ask()
-        self._trials[number].report(value, step)
-        self._last[number] = value
+        self._last[number] = value * self._sign
+        self._trials[number].report(self._last[number], step)
         return self._trials[number].should_prune()
 
     def end(self, number: int, state: str) -> None:

@@ -71,7 +71,7 @@ def check_search(search: SearchConfig, space: Nested) -> None:
     if ":" in (name := check_sampler(search, space)):
         imported_sampler(name)(0)
     if search.pruner is not None:
-        OptunaPruning(search.pruner)
+        OptunaPruning(search.pruner, search.modes[0])
     _initial_points(search, space)
 
 

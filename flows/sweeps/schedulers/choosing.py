@@ -32,6 +32,6 @@ def make_scheduler(search: SearchConfig, space: Nested, seed: int, num_trials: i
         return PopulationBased(space, search.perturbation_interval, num_trials, seed)
     if search.scheduler == "pruner":
         assert search.pruner is not None
-        pruning, counts_reports = OptunaPruning(search.pruner), search.is_timed_by_metric
+        pruning, counts_reports = OptunaPruning(search.pruner, search.modes[0]), search.is_timed_by_metric
         return PrunedTrials(pruning, search.grace_period, counts_reports=counts_reports)
     return RunToTheEnd()

@@ -12,7 +12,7 @@ class Pruning(Protocol):
     """A pruner, with its record of the trials."""
 
     def report(self, number: int, step: int, value: float) -> bool:
-        """Add a report of a trial, and return whether the trial is to stop."""
+        """Add a report of a trial, whose lower `value` is better, and return whether the trial is to stop."""
         ...
 
     def end(self, number: int, state: TrialState) -> None:

@@ -87,7 +87,7 @@ def test_a_pruner_of_optunas_stops_bad_trials_also_after_a_kill(pruner):
 
 def test_a_pruner_has_the_same_brackets_after_a_kill():
     def verdicts():
-        pruning = OptunaPruning("sweep_trainings:hyperband_pruner")
+        pruning = OptunaPruning("sweep_trainings:hyperband_pruner", "min")
         return [pruning.report(number, step, number % 7) for number in range(30) for step in (1, 3, 9)]
 
     assert verdicts() == verdicts()
@@ -209,6 +209,15 @@ def test_a_pruner_sees_each_report_of_a_trial_whose_time_is_a_metric(times):
         for count, (time, loss) in enumerate(zip(times, (1.0, 2.0, 99.0), strict=True))
     ]
     assert verdicts == [True, True, not math.isfinite(times[-1])]  # without a time there is no grace period to be over
+
+
+def test_a_pruner_sees_a_metric_of_which_a_high_value_is_good_as_it_is():
+    config = configured(mode="max", scheduler="pruner", pruner="sweep_trainings:threshold_pruner")
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+    number = search.next_trial().number
+    reports = enumerate((-20.0, 9.0, 11.0), 1)  # its bound is 10
+    verdicts = [search.decide(number, DecisionRequest(0, step, step, {"loss": it}, None)).goes_on for step, it in reports]
+    assert verdicts == [True, True, False]
 
 
 def test_a_pruner_judges_failed_trials_that_are_started_again_one_after_the_other():
