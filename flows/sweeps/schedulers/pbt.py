@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from prefect_torch.flows.sweeps.journal.history import History, TrialRecord
+from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
 from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, Node, Real
 
 from .scheduling import Clone, Decision, Promotion, ResumesAll, is_score, sort_key
@@ -18,7 +18,9 @@ class PopulationBased(ResumesAll):
     """Compares the trials at each interval; the worst take over checkpoint and config of the best, and change the config.
 
     As in Ray Tune, a trial that takes over another's checkpoint is decided on one interval after the other's last decision, so
-    that it has trained with its config by then, and trials that have come to an end are not compared.
+    that it has trained with its config by then, and trials that have come to an end are not compared. Ray compares the last
+    score of each trial, whatever its time; here trials are compared in the same interval, however late in it each reports: of
+    trials that run at the same time, the one that decides would else always have come the farthest, if times are seconds.
 
     Attributes:
         space: The space.
@@ -73,11 +75,13 @@ class PopulationBased(ResumesAll):
         return changed
 
     def _source(self, history: History, trial: TrialRecord, random: Random) -> TrialRecord | None:
-        time = trial.reports[-1].time
+        now = self._interval_of(trial.reports[-1])
         reached = [
-            it for it in history.values() if it.state in ("running", "paused") and it.reports and it.reports[-1].time >= time
+            it
+            for it in history.values()
+            if it.state in ("running", "paused") and it.reports and self._interval_of(it.reports[-1]) >= now
         ]
-        values = {it.number: _value_at(it, time) for it in reached}
+        values = {it.number: self._value_in(it, now) for it in reached}
         best_first = sorted(reached, key=lambda it: (*sort_key(values[it.number]), it.number))
         count = min(math.ceil(len(reached) * self.quantile), len(reached) // 2)
         if count == 0 or trial.number not in [it.number for it in best_first[-count:]]:
@@ -99,10 +103,13 @@ class PopulationBased(ResumesAll):
         time = next((report.time for report in reversed(trial.reports) if not math.isnan(report.time)), 0.0)
         return (math.floor(time / self.interval + 1e-9) + 1) * self.interval
 
+    def _interval_of(self, report: RungReport) -> float:
+        """Return the number of the interval after whose end a report is decided on; NaN without a time."""
+        return (report.time / self.interval + 1e-9) // 1
 
-def _value_at(trial: TrialRecord, time: float) -> float:
-    """Return the value of a trial's last report up to a time; NaN if it has none."""
-    return next((report.value for report in reversed(trial.reports) if report.time <= time), math.nan)
+    def _value_in(self, trial: TrialRecord, interval: float) -> float:
+        """Return the value of a trial's last report up to an interval of that number; NaN if it has none."""
+        return next((it.value for it in reversed(trial.reports) if self._interval_of(it) <= interval), math.nan)
 
 
 class RandomDraw:

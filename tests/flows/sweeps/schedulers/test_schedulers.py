@@ -383,6 +383,18 @@ def test_a_trial_that_takes_over_a_checkpoint_is_decided_on_one_interval_after_t
     assert pbt.decide(population([5.0], [1.0, 0.8], [2.0], [3.0]) | {0: history[0]}, 1).clone is None, "at 20, it had 5.0"
 
 
+@pytest.mark.parametrize("worst", range(4))
+def test_a_population_is_compared_in_each_interval_however_late_in_it_each_trial_reports(worst):
+    """Times in seconds: of trials that run at the same time, the one that decides has come the farthest."""
+    pbt = PopulationBased(SPACE, 10, 4, 0)
+    history = population(*([9.0 if number == worst else 1.0 + number] for number in range(4)))
+    for number, trial in history.items():
+        late = 9.9 if number == worst else number
+        history[number] = replace(trial, reports=tuple(replace(it, time=it.time + late) for it in trial.reports))
+    decided = pbt.decide(history, worst)
+    assert (decided.clone.source, decided.milestone) == (1 if worst == 0 else 0, 20)
+
+
 def test_trials_that_have_come_to_an_end_do_not_fill_the_best_of_a_population():
     history = population([5.0], [1.0, 0.8, 0.5], [2.0], [3.0], completed=[1])
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone.source == 2
