@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar, TypeAlias
 
 from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
@@ -27,7 +28,8 @@ class Asha:
         reduction_factor: Of the trials at a rung, one in this many is resumed; each rung is this many times the one before.
         max_t: The time at which a trial is complete.
         population: The number of trials. Once all have paused, the best is resumed though fewer than `reduction_factor` have.
-        brackets: How many trials in a row each bracket gets; the number of a bracket is that of its trials' first rung.
+        brackets: How many of as many trials as they have together each bracket gets; the number of a bracket is that of its
+            trials' first rung.
         most_rungs: How many rungs before `max_t` the first bracket has, each next bracket one fewer; None for all that fit.
 
     """
@@ -56,8 +58,8 @@ class Asha:
         return [*times, self.max_t]
 
     def bracket_of(self, number: int) -> int:
-        """Return the bracket of a trial."""
-        place = number % sum(self.brackets)
+        """Return the bracket of a trial: of few trials in a row, each bracket has about its share."""
+        place = number * _stride(sum(self.brackets)) % sum(self.brackets)
         for bracket, count in enumerate(self.brackets):
             if place < count:
                 return bracket
@@ -188,11 +190,22 @@ def _best_first(reached: _Reached, rung: int) -> _Reached:
     return sorted(alive, key=lambda one: (*sort_key(one[1][rung].value), one[0].number))
 
 
+@cache
+def _stride(total: int) -> int:
+    """Return the step with which trials take the places of all brackets: each once, and any few in a row evenly spread.
+
+    A Kronecker sequence of the golden ratio, as integers (D. Knuth, The Art of Computer Programming 3, section 6.4, theorem S).
+    """
+    return next(it for it in range(round(total * (math.sqrt(5) - 1) / 2), total + 1) if math.gcd(it, total) == 1)
+
+
 def hyperband(grace_period: float, reduction_factor: float, max_t: float, population: int) -> Asha:
     """Return brackets of successive halving, from one with many trials and an early first rung to one without rungs.
 
     The brackets have as many trials and rungs as in the paper, also if `max_t` is no power of the factor. The paper counts the
-    rungs from `max_t` down; here they are those of `Asha`, from `grace_period` up.
+    rungs from `max_t` down; here they are those of `Asha`, from `grace_period` up. The paper fills one bracket after the other,
+    the first with 81 trials for `max_t=81`; here, as in Optuna's HyperbandPruner, which draws the bracket of each trial with
+    probabilities of these sizes, few trials have all brackets, too: a slow starter survives in those with late first rungs.
     """
     most = max(0, math.floor(math.log(max_t / grace_period, reduction_factor) + 1e-9))
     counts = tuple(

@@ -188,6 +188,15 @@ def test_the_brackets_of_hyperband_have_as_many_trials_and_rungs_as_in_the_paper
     assert [brackets.rungs(bracket) for bracket in range(5)] == [[*times, max_t] for times in rungs]
 
 
+@pytest.mark.parametrize(("max_t", "trials"), [(9, 7), (81, 10), (81, 50), (81, 143), (10_000, 200)])
+def test_of_a_few_trials_in_a_row_each_bracket_of_hyperband_has_about_its_share(max_t, trials):
+    scheduler = hyperband(1, 3, max_t, trials)
+    used = [scheduler.bracket_of(number) for number in range(trials)]
+    for bracket, size in enumerate(scheduler.brackets):
+        assert used.count(bracket) == pytest.approx(trials * size / sum(scheduler.brackets), abs=2)
+    assert len(set(used)) > 2
+
+
 @pytest.mark.parametrize("times", ["at the rungs", "later", "fractions"])
 def test_a_model_compares_trials_at_the_highest_rung_that_ten_have_reached(times):
     asha = Asha(0.25 if times == "fractions" else 100, 2, 3200, 100)
