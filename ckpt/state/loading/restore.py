@@ -304,17 +304,21 @@ def _loads(module: torch.nn.Module, state: Mapping[str, Any], path: Path) -> Cal
 def _load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load a module's own `state_dict()`, except for entries that it does not take and that were already read into place.
 
-    Some modules return names in `state_dict()` that they do not take, as bitsandbytes does for the data of 4-bit weights.
+    Some modules return names in `state_dict()` that they do not take, as bitsandbytes does for the data of 4-bit weights, or
+    leave out there what they would take, as frozen weights.
 
     Raises:
         RuntimeError: As load_state_dict raises it, or if the module does not take a name and has another value for it.
 
     """
     found = module.load_state_dict(state, strict=False)
-    now = module.state_dict() if found.unexpected_keys else {}
-    other = [name for name in found.unexpected_keys if not _is_same(state[name], now[name])]
-    if other or found.missing_keys:
-        raise RuntimeError(f"it does not take {', '.join([*other, *found.missing_keys])}")
+    given = {name: key for key, name in clean_names(module, state).items()}
+    missing = [name for name in clean_names(module, found.missing_keys).values() if name in given]
+    not_taken = [*clean_names(module, found.unexpected_keys).values(), *missing]
+    now = module.state_dict() if not_taken else {}
+    other = [name for name in not_taken if name not in given or not _is_same(state[given[name]], now[given[name]])]
+    if other:
+        raise RuntimeError(f"it does not take {', '.join(other)}")
 
 
 def _check_same(target: torch.Tensor, other: torch.Tensor, differ: str) -> None:

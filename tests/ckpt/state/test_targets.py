@@ -27,6 +27,7 @@ from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
 from prefect_torch.ckpt.state.staging.buffer import _is_readable
 from ranks import Attempt
 from states import check_equal
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -319,15 +320,16 @@ class GivesMore(torch.nn.Linear):
         destination[f"{prefix}weight.kind"] = torch.tensor([self.kind])
 
 
-def test_a_module_need_not_take_what_it_gives_and_has(store):
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, lambda part: torch.nn.Sequential(checkpoint_wrapper(part))])
+def test_a_module_need_not_take_what_it_gives_and_has(store, wrap):
     reported, fresh, other = GivesMore(1), GivesMore(1), GivesMore(2)
     reported.scale += 1
-    checkpoint = stored(store, {"m": torch.nn.Sequential(reported)})
-    checkpoint.load_state({"m": torch.nn.Sequential(fresh)})
+    checkpoint = stored(store, {"m": wrap(reported)})
+    checkpoint.load_state({"m": wrap(fresh)})
     assert torch.equal(fresh.weight, reported.weight)
     assert torch.equal(fresh.scale, reported.scale)
     with pytest.raises(StateMismatchError, match=r"'m' does not take what is stored.*it does not take 0\.weight\.kind$"):
-        checkpoint.load_state({"m": torch.nn.Sequential(other)})
+        checkpoint.load_state({"m": wrap(other)})
 
 
 class Resizing(torch.nn.Module):
@@ -356,6 +358,21 @@ class Renaming(Resizing):
     def _load_from_state_dict(self, state, prefix, *rest):
         state.pop(f"{prefix}num_batches_tracked", None)
         torch.nn.Module._load_from_state_dict(self, state, prefix, *rest)
+
+
+class Losing(Resizing):
+    """A module whose code for loading leaves out its buffer."""
+
+    def _load_from_state_dict(self, state, prefix, *rest):
+        del state[f"{prefix}scale"]
+        torch.nn.Module._load_from_state_dict(self, state, prefix, *rest)
+
+
+def test_a_buffer_of_another_size_that_its_module_leaves_out_is_a_mismatch(store):
+    reported = Losing()
+    reported.scale = torch.arange(3.0)
+    with pytest.raises(StateMismatchError, match=r"'m' does not take what is stored.*it does not take scale$"):
+        stored(store, {"m": reported}).load_state({"m": Losing()})
 
 
 def test_a_buffer_of_another_size_that_its_module_does_not_take_is_a_mismatch(store):

@@ -102,3 +102,41 @@ def test_a_buffer_of_what_is_wrapped_gets_another_size_where_its_module_gives_it
     reported, fresh = Resizing(3), Resizing(size)
     stored(store, {"m": torch.nn.Sequential(wrap(reported))}).load_state({"m": torch.nn.Sequential(wrap(fresh))})
     assert fresh.scale.tolist() == reported.scale.tolist()
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer and a trained one, of which `state_dict()` has the trained one."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.adapter = wrap(torch.nn.Linear(3, 3))
+
+    def state_dict(self, *args, **options):
+        return {name: it for name, it in super().state_dict(*args, **options).items() if not name.startswith("frozen.")}
+
+
+class AdaptedByHook(torch.nn.Module):
+    """The same by a hook, with another one that a load calls."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.adapter = wrap(torch.nn.Linear(3, 3))
+        self.register_state_dict_post_hook(self.leave_out)
+        self.register_load_state_dict_pre_hook(lambda *args: None)
+
+    @staticmethod
+    def leave_out(_, state, prefix, __):
+        for key in [key for key in state if key.startswith(f"{prefix}frozen.")]:
+            del state[key]
+
+
+@pytest.mark.parametrize("wrap", [torch.nn.Sequential, checkpoint_wrapper])
+@pytest.mark.parametrize("kind", [Adapted, AdaptedByHook])
+def test_frozen_weights_that_a_state_dict_leaves_out_are_not_missed(store, kind, wrap):
+    reported, fresh = kind(wrap), kind(wrap)
+    frozen = fresh.frozen.weight.clone()
+    stored(store, {"m": reported}).load_state({"m": fresh})
+    check_equal(fresh.adapter, reported.adapter)
+    assert torch.equal(fresh.frozen.weight, frozen)
