@@ -24,8 +24,8 @@ class StateDescription:
         tensors: The digests of its unowned tensors.
         shards: Its part of each tensor; None where its structure is that of its previous description.
         parts: A digest of the parts of each module and each optimizer, with `shards`.
-        samples: By module and optimizer, a digest of the names of some tensors that count as equal on all ranks, and one of
-            some of their elements.
+        samples: By module and optimizer, a digest of which parts of some tensors this rank has, and one of some elements of
+            these parts, which count as equal on all ranks that have the same ones.
 
     """
 

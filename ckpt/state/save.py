@@ -132,7 +132,6 @@ class StateSaver:
         """
         found = flatten(state, self.rank)
         arrays: dict[str, ArrayKind] = {leaf.name: leaf.array for leaf in found.leaves if leaf.array is not None}
-        samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
         plain: list[Leaf] = []
         compared: list[Leaf] = []
         shards: list[TensorShard] = []
@@ -148,6 +147,7 @@ class StateSaver:
                 shards.append(described[0])
                 tensors.append(described[1])
         self._warn_of_costs(compared)
+        samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
         values, digests = capture_values(plain), digest_tensors(compared)
         return StateSnapshot(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples)
 

@@ -5,9 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
 from ranks import Attempt
 from states import check_equal
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 
@@ -519,6 +523,31 @@ class TestReplicas:
 
         assert report(store, make) == [None, None]
         assert "rank 1 has other values in the state's 'model' than rank 0" in caplog.text
+
+    @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+    def test_shards_of_one_part_that_differ_are_warned_of_and_those_of_other_parts_are_not(self, store, caplog, placement):
+        """As those of two stages of a pipeline, each of two ranks."""
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        try:
+            first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 0])  # this process is its first rank, its second
+            meshes = [first, second] if placement.is_shard() else [first]
+            equal, other = [sharded(mesh, placement, 1) for mesh in meshes], [sharded(mesh, placement, 2) for mesh in meshes]
+            assert report(store, lambda rank: (equal * 2)[rank], len(equal) * 2) == [None] * len(equal) * 2
+            assert not caplog.records
+            assert report(store, lambda rank: (equal + other)[rank], len(equal) * 2) == [None] * len(equal) * 2
+        finally:
+            dist.destroy_process_group()
+        assert f"rank {len(equal)} has other values in the state's 'model' than rank 0" in caplog.text
+
+
+def sharded(mesh, placement, value):
+    """Return a model of one row for each rank of a mesh with one rank's row in this process, or with all rows."""
+    rows = torch.full((1 if placement.is_shard() else 2, 3), float(value))
+    if placement.is_shard():
+        rows += 10 * mesh.get_coordinate()[0]
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(DTensor.from_local(rows, mesh, [placement], run_check=False))
+    return {"model": model}
 
 
 def trained(rank, num_groups=1):
