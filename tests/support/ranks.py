@@ -82,7 +82,7 @@ class Attempt:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)  # pytest's own limit is 180 s
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
         return errors
 

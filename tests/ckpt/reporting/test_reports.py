@@ -209,8 +209,9 @@ def test_a_rank_that_reports_less_often_is_named_on_every_rank_within_seconds(st
         for _ in range(2 if rank == early else 3):
             session.report({})
 
+    attempt = Attempt(store, 2)  # its claim makes directories, and syncs each
     started = time.monotonic()
-    errors = Attempt(store, 2).run(train)
+    errors = attempt.run(train)
     assert time.monotonic() - started < 5
     assert isinstance(errors[1 - early], ReportMismatchError)
     assert f"rank {early} returned after 2 reports" in str(errors[1 - early])
