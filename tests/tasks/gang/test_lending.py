@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import closing, nullcontext, suppress
+from types import SimpleNamespace
 from typing import ClassVar, Literal
 
 import pytest
@@ -310,30 +311,39 @@ def test_a_machine_that_is_still_gone_after_minutes_is_left_out_again(monkeypatc
 
 
 class Occupied(Cluster):
-    """A cluster in whose queue a request waits, since others have all machines but `gone`."""
+    """A cluster in whose queue a request waits, since others have all machines but `gone`, until one need not be avoided."""
 
     kind: Literal["occupied"] = "occupied"
     waits_itself = True
+    now_s: ClassVar[list[float]] = []
 
     def lend(self, wanted, agents):
         if "gone" in wanted.avoid:
+            self.now_s[0] += wanted.avoids_for_s
             agents.run("echo queued; sleep 600", ["other"])
         else:
             agents.run(f"exec {shlex.join([sys.executable, '-m', AGENT, *agents.arguments('gone', 1)])}", ["gone"])
         return nullcontext()
 
 
-def test_a_request_without_a_lost_machine_is_waited_for_only_as_long_as_that_is_avoided(monkeypatch, caplog):
+@pytest.fixture
+def occupied_clock(monkeypatch):
+    """The clock by which machines are avoided is at 0, and goes on only while a request waits in the queue of `Occupied`."""
+    Occupied.now_s[:] = [0.0]
+    monkeypatch.setattr(avoided, "time", SimpleNamespace(monotonic=lambda: Occupied.now_s[0]))
+
+
+def test_a_request_without_a_lost_machine_is_waited_for_only_as_long_as_that_is_avoided(occupied_clock, monkeypatch, caplog):
     monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
     monkeypatch.setattr(avoided, "_AVOID_S", 0.5)
     monkeypatch.setattr(gathering, "_START_S", 0.1)
     monkeypatch.setattr(gathering, "_END_S", 0.1)
     cluster = Occupied(leader_address="127.0.0.1", wait_s=86400)
     with closing(Machines(cluster, 1, 1, use_gpu=False)) as machines:
-        machines._avoided._since_s["gone"] = time.monotonic()
+        machines._avoided._since_s["gone"] = 0.0
         with machines.lend(lambda: None) as lease:
             assert lease.names == ("gone",)
-    assert re.search(r"other: its agent did not come within 0\.\d+ s.*is asked again, and may lend gone again", caplog.text)
+    assert re.search(r"other: its agent did not come within 0\.5 s.*is asked again, and may lend gone again", caplog.text)
 
 
 class Returning(Occupied):
@@ -347,14 +357,13 @@ class Returning(Occupied):
         return super().lend(wanted, agents)
 
 
-def test_of_several_lost_machines_each_is_avoided_for_its_own_time(monkeypatch):
+def test_of_several_lost_machines_each_is_avoided_for_its_own_time(occupied_clock, monkeypatch):
     monkeypatch.setattr(lending, "get_run_logger", lambda: logging.getLogger("lending"))
     monkeypatch.setattr(gathering, "_START_S", 0.1)
     monkeypatch.setattr(gathering, "_END_S", 0.1)
     Returning.avoided.clear()
     with closing(Machines(Returning(leader_address="127.0.0.1", wait_s=86400), 1, 1, use_gpu=False)) as machines:
-        now_s = time.monotonic()
-        machines._avoided._since_s |= {"gone": now_s - avoided._AVOID_S + 0.5, "later": now_s}
+        machines._avoided._since_s |= {"gone": 0.5 - avoided._AVOID_S, "later": 0.0}
         with machines.lend(lambda: None) as lease:
             assert lease.names == ("gone",)
         assert Returning.avoided == [{"gone", "later"}, {"later"}]
