@@ -15,6 +15,7 @@ from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Crashed
 from prefect_torch.flows import FailureConfig
 from prefect_torch.flows.monitoring.events.signs_of_life import last_sign
+from prefect_torch.flows.monitoring.pages.left_pages import end_left_pages
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact
 from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTART_TAG, RESTARTS_LABEL, RESUMES_LABEL
 from prefect_torch.flows.monitoring.text import page_url, plain_text
@@ -106,7 +107,8 @@ def _why_not(
     if state is None or not state.is_crashed():
         return "it is alive" if state is None else f"it is {state.name}"
     crashed = client.read_flow_run(crashed.id)  # it may have begun, and crashed, while it was waited for
-    end_below(client, crashed.id, "The process of its flow run is dead.")
+    led = end_below(client, crashed.id, "The process of its flow run is dead.")
+    end_left_pages(client, led, "The process of its flow run is dead.")
     if _num_restarts(crashed) >= max_restarts:
         return f"it is restart {_num_restarts(crashed)}, and max_restarts={max_restarts}"
     if (budget := _out_of_memory_budget(crashed)) is not None and _num_out_of_memory(client, crashed) > budget:

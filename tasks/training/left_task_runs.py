@@ -72,16 +72,19 @@ def end_task_runs(
         client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
 
 
-def end_below(client: SyncPrefectClient, flow_run_id: UUID, message: str) -> None:
+def end_below(client: SyncPrefectClient, flow_run_id: UUID, message: str) -> list[UUID]:
     """Set all that the dead process of a flow run has left to Crashed: its task runs and subflow runs, and those below them.
 
-    A subflow run of a deployment, or of a flow that is bound to a work pool, has a process of its own, and stays as it is.
+    Return the flow run, and the subflow runs that the process led. A subflow run of a deployment, or of a flow that is bound to
+    a work pool, has a process of its own, and stays as it is.
     """
+    led = [flow_run_id]
     below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run_id]))
     for subflow_run in list(read_pages(client.read_flow_runs, flow_run_filter=below)):
         if has_own_process(subflow_run):
             continue
-        end_below(client, subflow_run.id, message)
+        led += end_below(client, subflow_run.id, message)
         if subflow_run.state is None or not subflow_run.state.is_final():
             client.set_flow_run_state(subflow_run.id, Crashed(message=message), force=True)
     end_task_runs(client, flow_run_id, message)
+    return led

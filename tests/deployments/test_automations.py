@@ -17,9 +17,11 @@ import pytest
 from forked_programs import Popen
 from prefect import Task, flow, task
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate
 from prefect.client.schemas.filters import (
     ArtifactFilter,
     ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
     DeploymentFilter,
     DeploymentFilterId,
     DeploymentFilterName,
@@ -53,6 +55,7 @@ from prefect_torch.deployments.restarts import restarted_in_pools
 from prefect_torch.deployments.resuming import resume
 from prefect_torch.flows import RunConfig, sweep, train
 from prefect_torch.flows.monitoring.events.heartbeats import HEARTBEAT
+from prefect_torch.flows.monitoring.pages.head import write_head
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries, Restart, restarted_before
 from prefect_torch.flows.monitoring.text import page_url
 from prefect_torch.flows.run_names import default_run_name, name_run
@@ -251,6 +254,9 @@ def test_the_restart_of_a_flow_of_one_s_own_goes_on_with_the_trainings_that_it_c
     training = begin_below(client, first, "train", train)
     deeper = begin_below(client, training, "judge", judge)
     client.create_task_run(judge_once, deeper.id, "1", state=Running())
+    for flow_run in (first, training):
+        left = "\n".join(write_head("run", "running", (), "/store/run", 0.0))
+        client.create_artifact(ArtifactCreate(key="run-summary", type="markdown", data=left, flow_run_id=flow_run.id))
     completed = begin_below(client, first, "completed", judge)
     client.set_flow_run_state(completed.id, Completed())
     named = CheckpointStore.open("memory://own", "named")
@@ -262,6 +268,11 @@ def test_the_restart_of_a_flow_of_one_s_own_goes_on_with_the_trainings_that_it_c
     assert [it.state.name for it in dead] == ["Crashed"] * 2
     task_runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[training.id, deeper.id])))
     assert [it.state.name for it in task_runs] == ["Crashed"] * 2
+    of_both = ArtifactFilter(
+        key=ArtifactFilterKey(any_=["run-summary"]), flow_run_id=ArtifactFilterFlowRunId(any_=[first.id, training.id])
+    )
+    pages = [it.data for it in client.read_artifacts(artifact_filter=of_both)]
+    assert [page.splitlines()[2:5:2] for page in pages] == [["**lost**", "The process of its flow run is dead."]] * 2
     assert client.read_flow_run(completed.id).state.is_completed()
     assert not may_be_led(read_status(named))
 

@@ -17,6 +17,8 @@ import psutil
 import pytest
 from forked_programs import Popen
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
@@ -25,6 +27,8 @@ from prefect_servers import assert_ranks_ended, assert_task_runs_of_ranks_are_fi
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes
 from prefect_torch.flows import Result
+from prefect_torch.flows.monitoring.pages.live_artifact import artifact_key
+from prefect_torch.flows.monitoring.text import flow_run_page
 from servers import free_port, rclone_command, running
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -123,6 +127,27 @@ def test_a_killed_leader_takes_its_ranks_along_and_the_next_start_continues_with
     assert [record.step for record in result.history] == list(range(last.step + 3))
     assert len(committed(storage)) == 1
     assert_task_runs_of_ranks_are_final(storage)
+
+
+def summaries(store):
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[f"{artifact_key(store.run, store.path)}-summary"]))
+    with get_client(sync_client=True) as client:
+        return [it.data for it in client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.UPDATED_DESC)]
+
+
+def test_the_page_of_a_killed_flow_run_links_to_the_one_that_continues_its_training(storage):
+    leader = start(storage, "train_epochs", {"epochs": 1000, "pause_s": 0.1})
+    store = CheckpointStore.open(storage, "run")
+    leader.wait_for(lambda: committed(storage) and summaries(store))
+    leader.kill()
+    assert "**running** · attempt 1" in summaries(store)[0]
+    start(storage, "train_epochs", {"epochs": committed(storage)[-1].step + 3}).finish()
+    pages = summaries(store)
+    assert len(pages) == 2
+    assert all("running" not in page for page in pages)
+    (killed,) = [page for page in pages if "**lost** · attempt 1" in page]
+    page = flow_run_page(newest_attempt(store).owner.flow_run_id)
+    assert f"Its process was killed or overtaken; [another flow run]({page}) continues the training." in killed
 
 
 def test_even_children_in_sessions_of_their_own_end_with_the_leader(storage, tmp_path):

@@ -18,9 +18,10 @@ from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import TrainingEvent
 
 from .attempt_log import AttemptLog
+from .left_pages import end_left_pages
 from .live_artifact import LiveArtifact, artifact_key
 from .machine import GpuMonitor
-from .run_view import RunView
+from .run_view import MAX_LINKED_ATTEMPTS, RunView
 from .setup import Setup
 from .stored_checkpoints import MAX_ROWS, checkpoint_rows
 from .summary import SummaryContext, write_summary
@@ -34,8 +35,8 @@ class PageObserver:
     The artifacts' keys are `<run>-<digest>-progress`, `…-checkpoints` and `…-summary`, with a digest of the run's location, so
     that in the UI a key's page lists the flow runs of one run. A flow run creates each of them once and updates it:
     at most 4 requests at a time, 16 times in the first 100 s, and twice a minute in the long run. One that has run before first
-    looks for the artifacts that it has, by 3 requests. The progress artifact exists only if the training reports its progress
-    (`report(..., progress=)`).
+    looks for the artifacts that it has, by 3 requests, and one that continues a killed flow run's training says so on the pages
+    of that. The progress artifact exists only if the training reports its progress (`report(..., progress=)`).
 
     Args:
         job: The training.
@@ -58,6 +59,7 @@ class PageObserver:
         self._progress = LiveArtifact(f"{key}-progress", "progress", may_exist=is_rerun)
         self._checkpoints = LiveArtifact(f"{key}-checkpoints", "table", may_exist=is_rerun)
         self._summary = LiveArtifact(f"{key}-summary", "markdown", may_exist=is_rerun)
+        self._are_left_ended = False
 
     def observe(self, event: TrainingEvent) -> None:
         """Record `event`; the first time, read the run's past from its storage."""
@@ -96,6 +98,18 @@ class PageObserver:
         if self._view.progress is not None:
             about = f"Run {plain_text(self._store.run)}, attempt {newest.number}"
             self._progress.show(client, flow_run_id, round(100 * self._view.progress, 1), about)
+        if not self._are_left_ended:
+            self._end_left_pages(client, newest.attempt.owner.flow_run_id)
+            self._are_left_ended = True
+
+    def _end_left_pages(self, client: SyncPrefectClient, own_id: str | None) -> None:
+        owners = [log.attempt.owner for log in self._view.logs if log.status.state == "lost"]
+        left = [UUID(it) for owner in owners if (it := owner.flow_run_id) != own_id and flow_run_page(it) is not None]
+        if left:
+            page = flow_run_page(own_id)
+            another = "another flow run" if page is None else f"[another flow run]({page})"
+            why = f"Its process was killed or overtaken; {another} continues the training."
+            end_left_pages(client, left[-MAX_LINKED_ATTEMPTS:], why)
 
     def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:
         logs = self._view.logs

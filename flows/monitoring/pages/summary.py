@@ -15,6 +15,7 @@ from prefect_torch.flows.monitoring.text import fold_code, plain_text, shorten, 
 
 from .attempt_log import AttemptLog, position_of, resume_points
 from .goodput import TimeSpent, time_spent
+from .head import write_head
 from .run_view import MAX_LINKED_ATTEMPTS, RunView
 from .setup import Setup, restart_line, write_setup, write_use
 
@@ -76,7 +77,7 @@ def state_of(log: AttemptLog | None) -> str:
 
 def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent: TimeSpent) -> Iterator[str]:
     newest = view.newest
-    facts = [f"**{state_of(newest)}**"]
+    facts: list[str] = []
     if newest is not None:
         facts.append(f"attempt {newest.number}")
         facts.extend([f"step {newest.last_step}"] if newest.last_step is not None else [])
@@ -85,13 +86,8 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if newest is not None and newest.is_running and view.left_s is not None:
         facts.append(f"about {show_duration(view.left_s)} left")
     facts.extend([f"goodput {spent.goodput:.1%}"] if spent.goodput is not None else [])
-    yield f"# {plain_text(run)}"
-    yield ""
-    yield " · ".join(facts)
-    yield ""
-    # A killed flow leaves its last page as it is; the words let a later reader recognize that.
-    updates = ", updated every 2 to 30 s while there is news" if newest is None or newest.is_running else ""
-    yield f"As of {show_time(now_s)} UTC{updates} · `{context.path}`"
+    storage = None if context.setup is None else context.setup.storage
+    yield from write_head(run, state_of(newest), facts, context.path, now_s, storage)
     if context.setup is not None and context.setup.restart is not None:
         yield from ("", restart_line(context.setup.restart))
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:

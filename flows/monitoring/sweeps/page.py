@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
-from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, shorten, show_compact, show_number, show_time
+from prefect_torch.flows.monitoring.pages.head import write_head
+from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, shorten, show_compact, show_number
 
 from .coordinates import draw_coordinates, draw_importances
 from .parameters import Value, at_equal_steps, importances, varied
@@ -58,11 +59,9 @@ def write_sweep(view: SweepView, context: SweepContext, now_s: float) -> str:
 
 def _head(view: SweepView, trials: Sequence[SeenTrial], context: SweepContext, now_s: float) -> Iterator[str]:
     of = f" of {context.num_trials}" if context.num_trials is not None else ""
-    facts = [f"**{context.state}**", f"{len(trials)}{of} trial{'' if len(trials) == 1 and not of else 's'}"]
+    facts = [f"{len(trials)}{of} trial{'' if len(trials) == 1 and not of else 's'}"]
     facts += [f"{count} {state}" for state, count in count_states(trials)]
-    yield from (f"# {plain_text(view.run.name)}", "", " · ".join(facts), "")
-    updates = ", updated every 2 to 30 s while there is news" if context.state == "running" else ""
-    yield f"As of {show_time(now_s)} UTC{updates} · `{view.run.path}`"
+    yield from write_head(view.run.name, context.state, facts, view.run.path, now_s, context.storage)
 
 
 def _best(view: SweepView, context: SweepContext) -> Iterator[str]:
