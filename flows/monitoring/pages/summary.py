@@ -7,7 +7,7 @@ from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.metrics import find_finite_score
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import clip, show_bytes, show_count
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curve, Point
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -22,6 +22,7 @@ from .setup import Setup, restart_line, write_setup, write_use
 _MAX_ATTEMPTS = 20
 _MAX_LINKED_RANKS = 16
 _LONGEST_ERROR = 2000
+_LONGEST_LINE = 300  # of an error
 _MANY_METRICS = 12
 
 
@@ -91,11 +92,18 @@ def _head(run: str, view: RunView, context: SummaryContext, now_s: float, spent:
     if context.setup is not None and context.setup.restart is not None:
         yield from ("", restart_line(context.setup.restart))
     if newest is not None and newest.outcome is not None and newest.outcome.error is not None:
-        error = newest.outcome.error[-_LONGEST_ERROR:].replace("```", "'''").strip()
-        yield from ("", "```text", *(part for line in error.splitlines() for part in fold_code(line)), "```")
+        error = newest.outcome.error
+        yield from ("", "```text", *_error_lines(error), "```")
         # A terminated attempt's error names the safe work, which is unknown if no rank started or the attempt was overtaken.
         if newest.outcome.ending == "failed" and newest.ranks and FencedError.__name__ not in error:
             yield from ("", _safe_work(run, view))
+
+
+def _error_lines(error: str) -> Iterator[str]:
+    """Yield the lines of an error; what is left out of a long one, or of a long line, is neither its beginning nor its end."""
+    lines = (clip(line, _LONGEST_LINE) for line in error.replace("```", "'''").strip().splitlines())
+    for line in clip("\n".join(lines), _LONGEST_ERROR).splitlines():
+        yield from fold_code(line)
 
 
 def _safe_work(run: str, view: RunView) -> str:

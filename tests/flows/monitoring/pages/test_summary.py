@@ -221,6 +221,21 @@ def test_links_lead_to_the_newest_attempts_ranks(store):
     assert page.count("· 4 more ranks") == 5
 
 
+@pytest.mark.parametrize("message", ["0.1234, " * 400, "\n".join(f"missing key {number}" for number in range(400))])
+def test_of_a_long_error_the_rank_the_class_and_the_frames_are_shown(store, message):
+    frame = 'File "train.py", line 7, in step'
+    raised = f"RuntimeError: CUDA error: {message}"
+    line, _, _ = raised.partition("\n")
+    error = f"rank 1 of attempt 1 failed: {line}\nTraceback (most recent call last):\n  {frame}\n{raised} at the end"
+    page = page_of(view_of(store, AttemptStarted(claim(1), None), AttemptEnded(Outcome(1, "failed", "a", "user", error))))
+    shown = page.partition("```text\n")[2].partition("\n```")[0]
+    assert shown.startswith("rank 1 of attempt 1 failed: RuntimeError: CUDA error: ")
+    assert frame in shown
+    assert "characters left out]" in " ".join(shown.split())
+    assert shown.endswith(" at the end")
+    assert len(shown) < 2500
+
+
 def test_a_long_run_has_a_page_of_bounded_size(store):
     view = view_of(store, AttemptStarted(claim(1), None))
     for number in range(1, 301):
