@@ -27,6 +27,8 @@ _VALIDATION = "Parameter validation failed for flow "
 _LEVELS = (
     ("train_rank", "Completed", logging.DEBUG),
     ("train_node", "Completed", logging.DEBUG),
+    ("train_rank", "Failed", logging.INFO),  # the attempt's record has its message, but the log of the rank has nothing else
+    ("train_node", "Failed", logging.INFO),
     ("train_rank", "Cancelled", logging.DEBUG),  # the consequence of what the attempt's record says
     ("train_node", "Cancelled", logging.DEBUG),
     ("train_workers", "Crashed", logging.INFO),
@@ -34,6 +36,7 @@ _LEVELS = (
     ("train_workers", "Failed", logging.DEBUG),  # the flow run says the same
     ("prune_checkpoints", "Completed", logging.DEBUG),
 )
+_RANK_TASKS = ("train_rank", "train_node")
 _LATER_LINES = re.compile(r"(?<!\\)\\n.*(?=['\"]\)$)")  # of the message's repr; the log of the attempt has them
 _UNRECORDED = "Prefect's API did not record the final state of this flow run"
 _LOST = "Prefect's API does not know this flow run any more: it was deleted, or the server has another database now"
@@ -75,12 +78,15 @@ class FlowLogFilter(logging.Filter):
         return logging.getLogger(record.name).isEnabledFor(level)
 
 
-def _is_raised_to_caller(record: logging.LogRecord) -> bool:
-    """Return whether an exception, or the log of a terminated training, repeats the record to the flow's caller.
+def _is_repeated_at_terminal(record: logging.LogRecord) -> bool:
+    """Return whether an exception, or another record, says the same to those who read the whole log.
 
-    Such a record has the state of a failed flow, of refused arguments, or of the attempts of a terminated training.
+    Such a record has the state of a failed rank; for the flow's caller, also that of a failed flow, of refused arguments, or of
+    the attempts of a terminated training.
     """
     text = str(record.msg)
+    if getattr(record, "task_name", "") in _RANK_TASKS and text.startswith(_FAILED):
+        return True
     if is_called.get() and text.startswith(_ABORTED):
         return getattr(record, "task_name", "") == "train_workers"
     if not is_called.get() or not text.startswith(_FAILED):
@@ -89,7 +95,7 @@ def _is_raised_to_caller(record: logging.LogRecord) -> bool:
 
 
 _FILTER = FlowLogFilter()
-_HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_raised_to_caller)
+_HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_repeated_at_terminal)
 
 
 def shorten_logs() -> None:
@@ -134,11 +140,8 @@ def _message(record: logging.LogRecord) -> str:
 def _level_of(record: logging.LogRecord) -> int | None:
     """Return the level of a record about a state that matters more, or less, than Prefect supposes; None for others."""
     text, task = str(record.msg), getattr(record, "task_name", None)
-    if _kind_of(record) == "train":
-        if task is None and text.startswith(_LOGGED_WITH_LOCATION):
-            return logging.DEBUG
-        if task == "train_rank" and text.startswith(_FAILED):
-            return logging.DEBUG  # the attempt's record has its message, and failures that follow from it are no news
+    if _kind_of(record) == "train" and task is None and text.startswith(_LOGGED_WITH_LOCATION):
+        return logging.DEBUG
     for name, state, level in _LEVELS:
         if task == name and text.startswith(f"Finished in state {state}"):
             return level

@@ -121,6 +121,17 @@ def test_a_rank_that_lost_its_peer_is_stopped_not_failed(seen):
     failed = ("rank-1", "FAILED", "rank 1 of attempt 1 failed: ZeroDivisionError: on rank 1")
     wait_until(lambda: at_server() == [stopped, failed], at_server)
 
+    def logged_of_failed():
+        task_runs = rows(PREFECT_API_URL.value(), "task_runs", flow_runs={"name": {"any_": [flow_run]}})
+        rank_ids = [it["id"] for it in task_runs if it["name"] == "rank-1"]
+        return [
+            (it["level"], it["message"])
+            for it in rows(PREFECT_API_URL.value(), "logs", logs={"task_run_id": {"any_": rank_ids}})
+        ]
+
+    last = (logging.INFO, f"Finished in state Failed('{failed[2]}')")
+    wait_until(lambda: last in logged_of_failed(), logged_of_failed)
+
 
 def test_a_failure_is_said_once_by_each_run_that_it_ends(seen):
     """The attempt's record has the traceback, which ends with the message, and the exception is the flow run's."""

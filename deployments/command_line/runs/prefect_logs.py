@@ -10,13 +10,15 @@ from prefect.settings import PREFECT_API_URL
 from prefect_torch.deployments.command_line.flow_run_errors import flow_run_errors_explained
 from prefect_torch.tasks.prefect_api.paging import read_pages
 
+_FAILED = "Finished in state Failed('"
+
 
 def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
     """Yield the lines of a flow run and its task runs, oldest first: time, task run and message.
 
     Args:
         flow_run_id: The flow run.
-        rank: Only the lines of this rank's task runs.
+        rank: Only the lines of this rank's task runs, and its traceback, which the training logs; None for all lines.
 
     Raises:
         FileNotFoundError: If no API is set, or it does not know the flow run.
@@ -43,8 +45,10 @@ def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], 
 
 
 def _is_of(rank: int, task_run: str, message: str) -> bool:
-    """Return whether a line is of a rank: in its own task run, or in that of its machine, where lines begin with their rank."""
-    return task_run == f"rank-{rank}" or (task_run.startswith("node-") and message.startswith(f"rank {rank}: "))
+    """Return whether a line is of a rank: in its own task run, or with its number in that of its machine or training."""
+    if task_run.startswith("node-"):
+        return message.startswith((f"rank {rank}: ", f"{_FAILED}rank {rank} of "))
+    return task_run == f"rank-{rank}" or (task_run.startswith("train-") and message.startswith(f"rank {rank} of attempt "))
 
 
 def _task_run_names(client: SyncPrefectClient, flow_run_id: str) -> dict[UUID, str]:

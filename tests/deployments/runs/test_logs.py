@@ -54,6 +54,10 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     def train_node():
         return str(task_run_id())
 
+    @task(task_run_name="train-run")
+    def train_workers():
+        return str(task_run_id())
+
     def task_run_id():
         from prefect.context import TaskRunContext  # noqa: PLC0415
 
@@ -64,13 +68,15 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         get_run_logger()
         from prefect.context import FlowRunContext  # noqa: PLC0415
 
-        return str(FlowRunContext.get().flow_run.id), [*map(train_rank, range(2)), train_node()]
+        return str(FlowRunContext.get().flow_run.id), [*map(train_rank, range(2)), train_node(), train_workers()]
 
     flow_run_id, ranks = training()
     store_run(local, tmp_path / "scratch", flow_run_id=flow_run_id)
     numbered = [(ranks[1], f"line {number}") for number in range(250)]
     lines = [(None, "begins"), (ranks[0], "zero:\n  at  x"), (ranks[1], "one"), *numbered]
     lines.insert(1, (ranks[2], "rank 4: four"))
+    failed = [(ranks[3], "rank 0 of attempt 1 failed:\n  here"), (ranks[2], "Finished in state Failed('rank 6 of attempt 1')")]
+    lines += failed
     ours = {"id": {"any_": [flow_run_id]}}
     wait_until(lambda: len(rows(prefect_server.api, "task_runs", flow_runs=ours)) == len(ranks), "task runs are stored")
     with get_client(sync_client=True) as client:
@@ -90,8 +96,13 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     node = "2030-01-01 01:00:01 node-0: ranks 4-6: rank 4: four"
     of_ranks = "2030-01-01 01:00:02 rank-0: zero:\n  at  x\n2030-01-01 01:00:03 rank-1: one\n"
     assert f"2030-01-01 01:00:00 flow: begins\n{node}\n{of_ranks}" in out
-    assert out.endswith("2030-01-01 01:04:13 rank-1: line 249\n")
-    assert command("logs", local, "run", "--rank", "0")[1].splitlines()[-2:] == ["2030-01-01 01:00:02 rank-0: zero:", "  at  x"]
+    assert "2030-01-01 01:04:13 rank-1: line 249\n" in out
+    of_first = command("logs", local, "run", "--rank", "0")[1].splitlines()
+    assert of_first[-4:-2] == ["2030-01-01 01:00:02 rank-0: zero:", "  at  x"]
+    assert of_first[-2:] == ["2030-01-01 01:04:14 train-run: rank 0 of attempt 1 failed:", "  here"]
+    assert command("logs", local, "run", "--rank", "6")[1].endswith(
+        "node-0: ranks 4-6: Finished in state Failed('rank 6 of attempt 1')\n"
+    )
     assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
     assert (code, err) == (1, f"Prefect has no log lines of rank 5 in flow run {flow_run_id}\n")
