@@ -16,7 +16,7 @@ from .work_pools import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
 _NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
-_IN_CONTAINER = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
+_RELATIVE = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
 def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,11 +43,14 @@ def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, gi
     return variables
 
 
+def has_relative_storage(run: RunConfig) -> bool:
+    """Return whether a run's storage is a path that means another directory in each working directory, or at each home."""
+    return isinstance(run.storage, str) and not is_block_slug(run.storage) and _RELATIVE.match(run.storage) is not None
+
+
 def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
     """Return why the checkpoints of a flow run in `pool` would be lost with its container; None if they would not be."""
-    if has_variable(pool, "working_dir") or not isinstance(run.storage, str) or is_block_slug(run.storage):
-        return None
-    if not _IN_CONTAINER.match(run.storage):
+    if has_variable(pool, "working_dir") or not has_relative_storage(run):
         return None
     has_volumes = has_variable(pool, "volumes")
     others = ", a block, or the absolute path of a volume (job variable volumes)" if has_volumes else " or a block"

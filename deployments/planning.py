@@ -1,8 +1,10 @@
 """The plan of a deployment's next flow run."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,8 @@ from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 
-from .jobs import grace_in, lost_with_container
+from .jobs import grace_in, has_relative_storage, lost_with_container
+from .run_directory import is_here, run_directory, working_in
 from .work_pools import default_of, has_variable, read_work_pool
 
 _OF_RUN = ("damaged", "start", "retention")
@@ -25,9 +28,11 @@ _OF_RUN = ("damaged", "start", "retention")
 def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None) -> TrainingPlan:
     """Return what the next flow run of a deployment of `train` would do; starts nothing.
 
-    Its grace is compared with its work pool's, and with that of the pods of its ranks. In a work pool of containers, neither
-    the function, nor the code directory, nor the GPUs are looked for on this machine, and a storage that would be lost with the
-    container is a warning. Any other storage is checked from this machine.
+    Its grace is compared with its work pool's, and with that of the pods of its ranks. In a work pool of processes, what is
+    relative is looked for where the flow run begins, which is this process's working directory meanwhile. If this machine has
+    no such directory, the function, the code directory and a relative storage are warnings. In a work pool of containers,
+    neither the function, nor the code directory, nor the GPUs are looked for on this machine, and a storage that would be lost
+    with the container is a warning. Any other storage is checked from this machine.
 
     Args:
         deployment: Its name, such as "train/nightly"; without "train/", that of a deployment of `train`.
@@ -40,15 +45,17 @@ def plan_deployment(deployment: str, parameters: Mapping[str, Any] | None = None
     """
     found = _find(deployment if "/" in deployment else f"train/{deployment}")
     given = {**found.parameters, **(parameters or {})}
-    planned = plan_parameters(given)
     if found.work_pool_name is None:
-        return planned
-    pool, variables = read_work_pool(found.work_pool_name), found.job_variables or {}
-    in_pool = {line.subject: line for line in _look_at_pool(pool, variables, _arguments(given))}
+        return plan_parameters(given)
+    pool = read_work_pool(found.work_pool_name)
+    directory = run_directory(found, pool) if has_variable(pool, "working_dir") else None
+    with working_in(directory) if directory is not None and is_here(directory) else nullcontext():
+        planned = plan_parameters(given)
+    in_pool = {line.subject: line for line in _look_at_pool(pool, found.job_variables or {}, _arguments(given), directory)}
     lines = tuple(chain.from_iterable(_with_pool(line, in_pool) for line in planned.lines))
     if "storage" not in in_pool:
         return replace(planned, lines=lines)
-    return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # no container sees this storage
+    return TrainingPlan(tuple(line for line in lines if line.subject not in _OF_RUN))  # it is not seen from here
 
 
 def _with_pool(line: PlanLine, in_pool: Mapping[str, PlanLine]) -> Iterator[PlanLine]:
@@ -89,10 +96,13 @@ def _find(name: str) -> DeploymentResponse:
         raise ConnectionError(f"{said}; set PREFECT_API_URL, and PREFECT_API_AUTH_STRING if it asks for it") from exc
 
 
-def _look_at_pool(pool: WorkPool, variables: Mapping[str, Any], arguments: Mapping[str, Any]) -> Iterator[PlanLine]:
+def _look_at_pool(
+    pool: WorkPool, variables: Mapping[str, Any], arguments: Mapping[str, Any], directory: Path | None = None
+) -> Iterator[PlanLine]:
     scaling, run = arguments.get("scaling") or ScalingConfig(), arguments.get("run") or RunConfig()
     yield grace_in(pool, variables, arguments.get("failure") or FailureConfig())
     if has_variable(pool, "working_dir"):
+        yield from () if is_here(directory) else _not_here(directory, run)
         return
     in_image = f"looked for in the image of work pool {pool.name!r} alone"
     yield PlanLine("function", "ok", in_image)
@@ -101,6 +111,16 @@ def _look_at_pool(pool: WorkPool, variables: Mapping[str, Any], arguments: Mappi
         yield _gpus_in(pool, variables, scaling.most_workers)
     if (loss := lost_with_container(pool, run)) is not None:
         yield PlanLine("storage", "warning", loss)
+
+
+def _not_here(directory: Path | None, run: RunConfig) -> Iterator[PlanLine]:
+    """Yield what replaces the lines on what is in the directory of the flow run, which this machine lacks."""
+    place = "a directory that each flow run makes itself" if directory is None else f"{directory}, which this machine lacks"
+    for subject in ("function", "working_dir"):
+        yield PlanLine(subject, "warning", f"not looked for: the flow run begins in {place}")
+    if has_relative_storage(run):
+        text = f"storage {run.storage!r} was not checked: it is in {place}"
+        yield PlanLine("storage", "warning", f"{text}; give RunConfig(storage=...) an absolute path, a URL or a block")
 
 
 def _gpus_in(pool: WorkPool, variables: Mapping[str, Any], needed: int) -> PlanLine:

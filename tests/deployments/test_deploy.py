@@ -328,6 +328,66 @@ def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
     assert "wrong    gpus         4 needed" in out
 
 
+@pytest.fixture
+def planned_away_from(client, tmp_path, monkeypatch):
+    """Return a function that plans a deployment, made and planned in a directory that has nothing of `code`."""
+    code, away = tmp_path / "code", tmp_path / "away"
+    code.mkdir()
+    away.mkdir()
+    module = f"of_{uuid4().hex}"  # the search path of this process keeps the directories of earlier tests
+    (code / f"{module}.py").write_text("def train_fn(config): pass\n")
+    monkeypatch.chdir(away)
+
+    def planned(working_dir, pull_steps=None):
+        run = RunConfig(name="run", storage="./checkpoints")
+        variables = {"working_dir": working_dir}
+        made = deploy("away", f"{module}:train_fn", run=run, work_pool="process-pool", job_variables=variables)
+        if pull_steps is not None:
+            found = client.read_deployment(made)
+            kept = found.model_dump(include={"name", "flow_id", "entrypoint", "parameters", "work_pool_name", "job_variables"})
+            client.create_deployment(pull_steps=pull_steps, **kept)
+        lines = {line.subject: line for line in plan_deployment("away").lines}
+        assert Path.cwd() == away
+        assert not (away / "checkpoints").exists()
+        return lines
+
+    return code, planned
+
+
+@pytest.mark.parametrize("is_pulled", [False, True], ids=["working_dir", "pull"])
+def test_a_plan_looks_for_the_function_and_the_storage_where_the_flow_run_begins(planned_away_from, is_pulled):
+    code, planned = planned_away_from
+    step = {"prefect.deployments.steps.set_working_directory": {"directory": "code"}}
+    shell = {"prefect.deployments.steps.run_shell_script": {"script": "true"}}
+    lines = planned(str(code.parent), [step, shell]) if is_pulled else planned(str(code))
+    assert lines["function"].status == "ok"
+    assert lines["storage"].text.startswith(f"{code}/checkpoints: wrote, listed, read and deleted")
+    assert "start" in lines
+
+
+@pytest.mark.parametrize(
+    ("working_dir", "pull_steps", "place"),
+    [
+        ("/elsewhere", None, "/elsewhere, which this machine lacks"),
+        (None, None, "a directory that each flow run makes itself"),
+        (
+            "/tmp",
+            [
+                {"prefect.deployments.steps.git_clone": {"repository": "https://host/code"}},
+                {"prefect.deployments.steps.set_working_directory": {"directory": "part"}},
+            ],
+            "a directory that each flow run makes itself",
+        ),
+    ],
+)
+def test_a_plan_says_that_the_directory_of_the_flow_run_is_not_here(planned_away_from, working_dir, pull_steps, place):
+    lines = planned_away_from[1](working_dir, pull_steps)
+    assert lines["function"].text == f"not looked for: the flow run begins in {place}"
+    assert lines["storage"].text.startswith(f"storage './checkpoints' was not checked: it is in {place}")
+    assert {lines["function"].status, lines["storage"].status} == {"warning"}
+    assert "start" not in lines
+
+
 def test_a_planned_grace_is_compared_with_those_of_the_flow_run_and_of_the_pods_of_its_ranks():
     pods = ScalingConfig(num_workers=8, use_gpu=True, cluster=KubernetesCluster(termination_grace_s=60))
     options = {"run": ON_S3, "work_pool": "kubernetes-pool", "job_variables": {"termination_grace_s": 120}}
