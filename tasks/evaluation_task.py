@@ -153,7 +153,7 @@ def _run_ranks(
 ) -> Any:
     # Without this transaction, Prefect marks the task runs of ranks as rolled back as soon as this task run fails.
     with transaction(commit_mode=CommitMode.EAGER):
-        gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, lease, logs)
+        gang, key_value = start_gang(partial(_first_rank, job, checkpoint, gpus), None, termination, lease, logs)
         try:
             return GangRun(gang, key_value, None, termination).run()
         finally:

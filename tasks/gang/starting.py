@@ -9,13 +9,14 @@ from prefect_torch.tasks.gang.machine.lending import Lease
 from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
-from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue
+from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, import_torch
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
 from .gang import Gang
 from .gpus.allocation import GpuAllocation
 from .rank_logs import RankLogs
+from .termination import TerminatedError, Termination
 
 
 class GangJob(Protocol):
@@ -87,6 +88,7 @@ def first_rank(
 def start_gang(
     first_rank_at: Callable[[Address], RankSpec],
     hang_timeout_s: float | None,
+    termination: Termination,
     lease: Lease | None = None,
     logs: RankLogs | None = None,
 ) -> tuple[Gang, TcpKeyValue]:
@@ -95,10 +97,13 @@ def start_gang(
     Args:
         first_rank_at: Returns rank 0 for the address of the store, as if all ranks were on this machine.
         hang_timeout_s: The longest time without a report; None for unlimited.
+        termination: Whether the flow run is being terminated. As long as the store does not serve, the ranks have nothing to
+            checkpoint, and get no grace.
         lease: The machines of the ranks; None for this one.
         logs: Where the ranks' lines go; None for all to Prefect.
 
     Raises:
+        TerminatedError: If termination was requested before the store serves; by then, no rank runs.
         Exception: If not every rank could be started, or the store does not serve; by then, no rank runs.
 
     """
@@ -108,10 +113,11 @@ def start_gang(
         gang = Gang(specs, hang_timeout_s, () if lease is None else lease.machines, logs)
         try:
             gang.start()
-            return gang, rendezvous.serve()  # imports torch while the ranks do so
+            termination.wait_for(import_torch)  # while the ranks do so
+            return gang, rendezvous.serve()
         except BaseException as exc:
             rendezvous.close()  # the ranks must not wait for it
-            gang.stop(f"not every rank could be started: {exc!r}")
+            gang.stop(f"stopped: {exc}" if isinstance(exc, TerminatedError) else f"not every rank could be started: {exc!r}")
             raise
     finally:
         rendezvous.close()  # no effect once it serves

@@ -148,6 +148,20 @@ class Termination:
             time.sleep(min(left_s, _POLL_S))
             self.raise_if_requested()
 
+    def wait_for(self, work: Callable[[], T]) -> T:
+        """Run `work` in another thread, and return its result.
+
+        Raises:
+            TerminatedError: As soon as termination is requested; the work goes on.
+            BaseException: What the work raised.
+
+        """
+        thread = _Work(work)
+        thread.start()
+        while not thread.has_ended:
+            self.sleep(_FIRST_POLL_S)
+        return thread.result()
+
     def end_retries(self) -> None:
         """Let each storage operation within `limit_retries` raise at its next failure."""
         self._no_more_retries.set()

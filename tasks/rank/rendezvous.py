@@ -194,8 +194,13 @@ class TcpKeyValue:
             self.store.delete_key(_part_name(key, number))
 
 
+def import_torch() -> None:
+    """Import what `Rendezvous.serve` and `connect` need, which takes seconds: leader and ranks do so at the same time."""
+    import torch.distributed  # noqa: F401, PLC0415 - see above
+
+
 def _tcp_store(*args: Any, **options: Any) -> Any:
-    import torch.distributed as dist  # noqa: PLC0415 - importing torch takes seconds, which leader and ranks overlap
+    import torch.distributed as dist  # noqa: PLC0415 - see import_torch
 
     store_type: Any = vars(dist)["TCPStore"]  # documented there, but torch's stubs do not export it
     return store_type(*args, **options)

@@ -193,7 +193,7 @@ class _Leader:
         config, files = self._job.run_config, LogFiles(self._store, self._store.layout.logs(claimed.number))
         with rank_logs(config.log_ranks, config.log_level, files) as logs:  # left last: it waits until the lines are stored
             first_rank_at = partial(_first_rank, self._job, claimed.number, start.restored, self._gpus)
-            start_ranks = partial(start_gang, first_rank_at, self._job.failure.hang_timeout_s, lease, logs)
+            start_ranks = partial(start_gang, first_rank_at, self._job.failure.hang_timeout_s, self._termination, lease, logs)
             return self._record_ranks(claimed, start, start_ranks, regrowth)
 
     def _record_ranks(

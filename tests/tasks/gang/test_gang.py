@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import threading
 from types import SimpleNamespace
 from uuid import uuid4
 
@@ -131,12 +132,30 @@ def test_a_start_that_fails_stops_the_ranks_that_were_started_and_waits_for_them
         return rank_spec(world_size=2, rendezvous=address)
 
     with pytest.raises(RuntimeError, match="can't start new thread"):
-        start_gang(first_rank_at, None)
+        start_gang(first_rank_at, None, Termination(0.0))
     assert "not every rank could be started" in supervisor.stop.reason
     running = "rank 0 was" if failing == "a rank" else "rank 0, 1 was"
     assert caplog.text.count(f"{running} killed and has not exited yet") == 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((listening[0].host, listening[0].port), 5)
+
+
+def test_a_termination_stops_ranks_at_once_that_start_while_the_leader_imports_torch(supervisor, monkeypatch):
+    termination, may_import, imported = Termination(3600.0), threading.Event(), threading.Event()
+
+    def import_torch():
+        termination.request(KeyboardInterrupt())
+        supervisor.done[0](None)
+        if may_import.wait(60):
+            imported.set()
+
+    monkeypatch.setattr("prefect_torch.tasks.gang.starting.import_torch", import_torch)
+    with pytest.raises(TerminatedError):
+        start_gang(lambda address: rank_spec(rendezvous=address), None, termination)
+    assert supervisor.stop.reason == "stopped: terminated (KeyboardInterrupt)"
+    assert not imported.is_set()
+    may_import.set()
+    assert imported.wait(60)
 
 
 def test_stopping_waits_for_a_rank_that_takes_longer_than_the_first_warning(supervisor, monkeypatch, caplog):
