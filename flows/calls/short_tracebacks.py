@@ -20,6 +20,7 @@ from prefect_torch.tasks.prefect_api.final_state import call_for_result
 from prefect_torch.tasks.prefect_api.settings import without_empty_url
 from prefect_torch.tasks.rank.one_line_messages import restore_message
 from prefect_torch.tasks.rank.tracebacks import is_defect, shorten
+from prefect_torch.tasks.rank.user_code.function import check_is_no_rank
 
 from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
@@ -45,6 +46,8 @@ class ShortTracebackFlow(Flow[P, R]):
             shorten_logs()
             token = is_called.set(not kwargs.get("return_state", False))
             try:
+                if "scaling" in self.parameters.properties:  # it starts ranks
+                    check_is_no_rank()  # before Prefect has a flow run, or even a server, of each rank
                 with (
                     large_parameters_explained(),
                     without_empty_url(),

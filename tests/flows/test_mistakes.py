@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -21,7 +22,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
 from prefect_servers import rows, wait_until
-from prefect_torch.flows import RankFailedError, RunConfig, SearchConfig, evaluate, prune, sweep, train
+from prefect_torch.ckpt.context import TrainContext, set_context
+from prefect_torch.flows import RankFailedError, RunConfig, SearchConfig, evaluate, prune, sweep, train, uniform
 from prefect_torch.flows.calls import log_filter
 from prefect_torch.flows.calls import short_tracebacks as module
 from prefect_torch.flows.calls.log_filter import FlowLogFilter
@@ -41,6 +43,22 @@ USUAL_PATHS = {
     sysconfig.get_path("purelib"): INSTALLED,
     str(MISTAKES.parent): "/home/ada",
 }
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [(train, {}), (sweep, {"space": {"lr": uniform(0.0, 1.0)}}), (evaluate, {"storage": "./checkpoints", "run": "digits"})],
+    ids=lambda it: getattr(it, "name", ""),
+)
+def test_a_flow_that_a_rank_calls_is_refused_before_prefect_has_a_flow_run(kind, others):
+    name = f"{kind.name}-{uuid4().hex}"
+    set_context(TrainContext(1, 1, 0, 2, 2, "digits", 1))
+    try:
+        with pytest.raises(RuntimeError, match="rank 1 of run 'digits' would start ranks itself, as would each of the 2"):
+            kind.with_options(name=name)("os:getcwd", **others)
+    finally:
+        set_context(None)
+    assert rows(PREFECT_API_URL.value(), "flow_runs", flows={"name": {"any_": [name]}}) == []
 
 
 @pytest.fixture(scope="module")

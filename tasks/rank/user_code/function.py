@@ -45,6 +45,26 @@ class PackedFunction:
     evaluates: bool = False
 
 
+def check_is_no_rank() -> None:
+    """Raise if this process is a rank, which must not start ranks.
+
+    Raises:
+        RuntimeError: If it is importing a function: the ranks that it starts would import it as well, and so on. Or if it is
+            running one: each rank would start ranks of its own.
+
+    """
+    if _unpacking:
+        raise RuntimeError(
+            f"a rank that imports {_unpacking[0]} would start ranks itself, and these theirs: put the call that starts the "
+            'training below `if __name__ == "__main__":`, or into another file'
+        )
+    if (context := context_or_none()) is not None:
+        raise RuntimeError(
+            f"rank {context.world_rank} of run {context.run_name!r} would start ranks itself, as would each of the "
+            f"{context.world_size}: call this from a flow or a program, before that training or after it"
+        )
+
+
 def pack_function(
     function: str | TrainFunction,
     config: dict[str, Any] | None,
@@ -64,21 +84,11 @@ def pack_function(
     Raises:
         ValueError: If there is no such module, file or function.
         TypeError: If the function or its configuration cannot be pickled, or ranks cannot call it.
-        RuntimeError: If a rank is importing a function: the ranks that it starts would import it as well, and so on. Or if a
-            rank is running one: each rank would start ranks of its own.
+        RuntimeError: As by `check_is_no_rank`.
         ImportError: If ranks would import a file of the user's as torch.
 
     """
-    if _unpacking:
-        raise RuntimeError(
-            f"a rank that imports {_unpacking[0]} would start ranks itself, and these theirs: put the call that starts the "
-            'training below `if __name__ == "__main__":`, or into another file'
-        )
-    if (context := context_or_none()) is not None:
-        raise RuntimeError(
-            f"rank {context.world_rank} of run {context.run_name!r} would start ranks itself, as would each of the "
-            f"{context.world_size}: call this from a flow or a program, before that training or after it"
-        )
+    check_is_no_rank()
     reference, parameter = None, "eval_fn" if evaluates else "train_fn"
     value: TrainFunction | None = None
     if isinstance(function, str):
