@@ -23,6 +23,7 @@ from prefect_torch.tasks.gang.processes.fork_servers import python_command
 from prefect_torch.tasks.rank.program.call import _call
 from prefect_torch.tasks.rank.user_code.function import pack_function, unpack_function
 from prefect_torch.tasks.rank.user_code.function_reference import check_signature, takes_config
+from prefect_torch.tasks.rank.user_code.shadowing import check_is_package
 
 
 def in_a_new_interpreter(packed) -> str:
@@ -283,11 +284,25 @@ def test_a_rank_that_would_start_ranks_itself_is_refused():
         ("numpy", "from prefect_torch.tasks.rank.user_code.function import pack_function as pack; pack('os:getcwd', None)"),
     ],
 )
-def test_a_file_that_is_found_in_the_place_of_a_package_is_named(tmp_path, name, statement):
-    (tmp_path / f"{name}.py").write_text("raise SystemExit('ran')")
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py"])
+def test_a_file_that_is_found_in_the_place_of_a_package_is_named(tmp_path, name, statement, file):
+    source = tmp_path / file.format(name)
+    source.parent.mkdir(exist_ok=True)
+    source.write_text("raise SystemExit('ran')")
+    place = source.parent if source.stem == "__init__" else source
     done = subprocess.run([sys.executable, "-c", statement], cwd=tmp_path, capture_output=True, text=True, check=False)
-    expected = f"ImportError: {tmp_path / name}.py is imported instead of the package {name!r}: rename it"
+    expected = f"ImportError: {place} is imported instead of the package {name!r}: rename it"
     assert done.stderr.strip().splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("name", ["prefect", "torch", "numpy"])
+def test_a_folder_of_a_packages_name_that_is_no_package_is_no_obstacle(tmp_path, monkeypatch, name):
+    """It is imported only where there is no package: data beside the program, or what an uninstalled package has left."""
+    (tmp_path / name / "data").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_is_package(name)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    check_is_package(name)
 
 
 @pytest.mark.parametrize("value", [3, None, ["module:function"], object()])
