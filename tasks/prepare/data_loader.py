@@ -54,7 +54,7 @@ def prepare_data_loader(
         ValueError: If the data cannot be shared without being changed: an IterableDataset, a batch sampler, a
             sampler of another kind. If a resumable loader has no position: none of these can be shared, and it has no
             `state_dict` itself, or its sampler draws again after a restart, or it yields batches in any order
-            (`in_order=False`).
+            (`in_order=False` with workers).
         TypeError: If `data_loader` is not a DataLoader.
 
     """
@@ -75,6 +75,8 @@ def prepare_data_loader(
 
 
 def _resumable(loader: "DataLoader[Any]", device: torch.device | None, *, add_distributed_sampler: bool) -> PreparedDataLoader:
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise ValueError("resumable=True, but in_order=False yields batches in any order: leave it out")
     rank, world_size = get_rank_and_size()
     keeps_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     if keeps_position and not (add_distributed_sampler and (world_size > 1 or reason_not_shareable(loader) is None)):
@@ -102,8 +104,6 @@ def _check_resumable(loader: "DataLoader[Any]", *, add_distributed_sampler: bool
     reason = reason_not_shareable(loader)
     if not add_distributed_sampler:
         reason = "the order of a loader that shares its data by itself (add_distributed_sampler=False) is unknown"
-    elif reason is None and not getattr(loader, "in_order", True):
-        reason = "in_order=False yields batches in any order"
     if reason is not None:
         raise ValueError(
             f"resumable=True, but {reason}; give a DataLoader without a sampler, with shuffle=True or False, or one that keeps "

@@ -654,13 +654,20 @@ def test_torchdatas_loader_of_items_is_shared_and_resumed_like_torchs():
         (DataLoader(Stream()), True, "an IterableDataset \\(Stream\\) has no items"),
         (DataLoader(range(4), sampler=DistributedSampler(range(4), 1, 0)), True, "a DistributedSampler would be lost"),
         (DataLoader(range(4), sampler=RandomSampler(range(4), replacement=True)), True, "with replacement"),
-        (DataLoader(range(4), num_workers=2, in_order=False), True, "in_order=False yields batches in any order"),
         (DataLoader(range(4)), False, "add_distributed_sampler=False"),
     ],
 )
 def test_what_has_no_position_is_refused(loader, add, message):
     with pytest.raises(ValueError, match=f"resumable=True, but .*{message}.*StatefulDataLoader"):
         prepare_data_loader(loader, add_distributed_sampler=add, resumable=True)
+
+
+@pytest.mark.parametrize("keeps_position", [False, True], ids=["torch's", "torchdata's"])
+def test_batches_in_any_order_have_no_position(keeps_position):
+    kind = stateful if keeps_position else DataLoader
+    with pytest.raises(ValueError, match="resumable=True, but in_order=False yields batches in any order"):
+        prepare_data_loader(kind(range(4), num_workers=2, in_order=False), add_distributed_sampler=False, resumable=True)
+    prepare_data_loader(kind(range(4), in_order=False), resumable=True)
 
 
 def test_a_stream_that_ranks_would_read_twice_is_refused(monkeypatch):
