@@ -46,7 +46,8 @@ def prepare_data_loader(
         add_distributed_sampler: Whether to share the data among ranks; False if the loader does so by itself. Then its
             `set_epoch` also calls the `set_epoch` of its sampler and its dataset, if they have one.
         move_to_device: Whether to move tensors in batches, nested in lists, tuples and dicts too, to `get_device()`. With a
-            GPU each batch is copied during the computation on the one before it, in the background with `pin_memory=True`.
+            GPU each batch is copied during the computation on the one before it, in the background with `pin_memory=True`;
+            a resumable loader without workers, or one that keeps its own position, copies it when the loop asks for it.
         resumable: Whether the loader has a `state_dict`. The state of one that keeps its own position, as torchdata's
             StatefulDataLoader does for an IterableDataset, is that of each rank; it loads at the same number of ranks.
 

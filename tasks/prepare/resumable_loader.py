@@ -95,7 +95,7 @@ class ResumableDataLoader(PreparedDataLoader):
 
     def _may_look_ahead(self) -> bool:
         # Without workers the next batch is drawn in this process: a state must not hold its random numbers before it is used.
-        return super()._may_look_ahead() and self.num_workers > 0
+        return self.num_workers > 0
 
     def _beginning(self) -> tuple[int, ...]:
         # The rest of an epoch must not have the random numbers of its start again.

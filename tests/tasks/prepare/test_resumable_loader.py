@@ -640,6 +640,13 @@ def test_a_loader_that_is_asked_for_its_position_is_not_looked_ahead_of(monkeypa
     assert asked == [False, False, True]
 
 
+@pytest.mark.parametrize("keeps_position", [False, True], ids=["torch's", "torchdata's"])
+def test_a_loader_whose_used_batches_are_counted_is_looked_ahead_of_if_it_has_workers(keeps_position):
+    kind = stateful if keeps_position else DataLoader
+    assert loader_of(kind=kind, num_workers=1)._may_look_ahead()
+    assert not loader_of(kind=kind)._may_look_ahead()
+
+
 def test_torchdatas_loader_of_items_is_shared_and_resumed_like_torchs():
     loader = loader_of(0, 2, kind=stateful)
     used = take(loader, 2) + take(loader_of(1, 2, kind=stateful), 2)
