@@ -33,7 +33,8 @@ class OwnPositionDataLoader(PreparedDataLoader):
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
 
     A loop that leaves every epoch early calls `set_epoch(epoch + 1)` before its report. So does a loop over `zip()`, for those
-    behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended.
+    behind the first loader whose dataset has no length, as zip() does not tell them that an epoch has ended; of a zip that a
+    variable still holds at the report, for all behind the first, as it tells them only when it is destroyed.
 
     Args:
         loader: A loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader.

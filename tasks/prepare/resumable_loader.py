@@ -30,7 +30,8 @@ class ResumableDataLoader(PreparedDataLoader):
     - An iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
       began. A state taken in between is behind that batch. A second look in a row is followed by the next epoch.
     - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
-      that is resumed from it has no batch.
+      that is resumed from it has no batch. Of a `zip()` that a variable still holds after the loop, only the first loader knows
+      that the epoch has ended: call `set_epoch(epoch + 1)` of the others before the report.
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.

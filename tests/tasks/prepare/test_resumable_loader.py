@@ -176,6 +176,23 @@ def test_loaders_that_are_zipped_end_their_epochs_together_and_resume_so(taken, 
         assert len(list(zip(*resumed, strict=False))) == 12
 
 
+@pytest.mark.parametrize("kind", [loader_of, lambda: own_of(Unpositioned(24))], ids=["shared", "own position"])
+def test_a_zip_that_a_variable_holds_leaves_the_end_of_the_epoch_to_the_training(kind):
+    """As `bar = tqdm(zip(...))` does: until it is destroyed, it tells the second loader nothing."""
+    loader, other = kind(), kind()
+    zipped = zip(loader, other, strict=False)
+    assert len(list(zipped)) == 12
+    assert (loader.epoch, other.epoch) == (1, 0)
+    other.set_epoch(1)
+    states = [loader.state_dict(), other.state_dict()]
+    del zipped
+    resumed = [kind(), kind()]
+    for each, before, state in zip(resumed, (loader, other), states, strict=True):
+        assert (before.state_dict(), before.epoch) == (state, 1)
+        each.load_state_dict(state)
+    assert [len(list(zip(*resumed, strict=False))), *(each.epoch for each in resumed)] == [12, 2, 2]
+
+
 KINDS = pytest.mark.parametrize(
     "kind",
     [loader_of, lambda: own_of(Unpositioned(24)), lambda: own_of(Stream(length=24)), lambda: own_of(Shuffled(length=24))],
