@@ -15,7 +15,7 @@ from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
 from prefect_torch.flows.sweeps.schedulers.pruner import PrunedTrials
-from prefect_torch.flows.sweeps.schedulers.scheduling import Decision
+from prefect_torch.flows.sweeps.schedulers.scheduling import Decision, Promotion
 
 SPACE = parse_space(
     {
@@ -39,6 +39,7 @@ class Played:
         concurrent: How many run at once.
         fails: Whether trials may fail.
         max_t: The time at which a trial is complete, whatever the scheduler says; None for none.
+        every: Trials report at the multiples of this time.
 
     """
 
@@ -48,6 +49,7 @@ class Played:
     concurrent: int
     fails: bool = False
     max_t: float | None = None
+    every: int = 1
     trials: dict = field(default_factory=dict)
     decisions: list = field(default_factory=list)
     promotions: list = field(default_factory=list)
@@ -73,7 +75,7 @@ class Played:
             trial = self.trials[promoted.number]
             assert trial.state == "paused"
             assert promoted.milestone is None or promoted.milestone > trial.reports[-1].time
-            self.promotions.append((promoted.number, len(trial.reports) - 1, dict(self.trials)))
+            self.promotions.append((promoted.number, dict(self.trials)))
             self.trials[promoted.number] = replace(trial, state="running", milestone=promoted.milestone)
         elif number < self.most:
             config = SPACE.suggest("", Drawn(self.data))
@@ -87,7 +89,7 @@ class Played:
     def _report(self, number: int) -> None:
         trial = self.trials[number]
         after = trial.reports[-1].time + 1 if trial.reports else 1
-        time = max(after, math.ceil(trial.milestone))
+        time = math.ceil(max(after, trial.milestone) / self.every) * self.every
         report = RungReport(time, self.data.draw(VALUES), f"{trial.run}/{time}")
         before = {**self.trials, number: replace(trial, source=None, reports=(*trial.reports, report))}
         decided = Decision("completed")
@@ -129,19 +131,25 @@ ASHAS = st.builds(
 )
 
 
-@given(ASHAS, st.data(), st.integers(1, 4))
-def test_halving_resumes_only_the_best_of_those_that_have_reached_a_rung(asha, data, concurrent):
-    played = Played(asha, data, asha.population, concurrent, fails=True).play()
+def at_rung(trial, time):
+    """Return a trial's first report at or after the time of a rung; None if it has not come that far."""
+    return next((report for report in trial.reports if report.time >= time), None)
+
+
+@given(ASHAS, st.data(), st.integers(1, 4), st.sampled_from([1, 4, 7]))
+def test_halving_resumes_only_the_best_of_those_that_have_reached_a_rung(asha, data, concurrent, every):
+    played = Played(asha, data, asha.population, concurrent, fails=True, every=every).play()
     assert {it.state for it in played.trials.values()} <= {"paused", "completed", "failed"}
-    for number, rung, history in played.promotions:
-        value = history[number].reports[rung].value
+    for number, history in played.promotions:
+        rung = max(time for time in asha.rungs(asha.bracket_of(number)) if at_rung(history[number], time))
+        value = at_rung(history[number], rung).value
         assert not math.isnan(value)
         reached = [
             it
             for it in history.values()
-            if asha.bracket_of(it.number) == asha.bracket_of(number) and len(it.reports) > rung and it.state != "failed"
+            if asha.bracket_of(it.number) == asha.bracket_of(number) and at_rung(it, rung) and it.state != "failed"
         ]
-        better = [it for it in reached if it.reports[rung].value < value]
+        better = [it for it in reached if at_rung(it, rung).value < value]
         is_last_call = len(history) == asha.population and all(it.state != "running" for it in history.values())
         assert len(better) < max(len(reached) / asha.reduction_factor, is_last_call)
     usable = [
@@ -152,10 +160,10 @@ def test_halving_resumes_only_the_best_of_those_that_have_reached_a_rung(asha, d
         assert any(it.state == "completed" for it in usable)
 
 
-@given(ASHAS, st.data(), st.integers(1, 4))
-def test_a_trial_that_halving_has_lost_is_never_resumed(asha, data, concurrent):
+@given(ASHAS, st.data(), st.integers(1, 4), st.sampled_from([1, 4, 7]))
+def test_a_trial_that_halving_has_lost_is_never_resumed(asha, data, concurrent, every):
     lost = set()
-    played = Played(asha, data, asha.population, concurrent)
+    played = Played(asha, data, asha.population, concurrent, every=every)
 
     def check():
         now = asha.lost(played.trials)
@@ -231,6 +239,16 @@ def test_a_model_does_not_compare_trials_of_brackets_that_begin_later():
     }
     expected = {number: number if time == 1 else None for number, time in first.items()}
     assert scheduler.compared(history, with_behind=True) == expected
+
+
+def test_a_trial_that_reports_past_several_rungs_is_judged_at_the_highest_of_them():
+    asha = Asha(1, 3, 10_000, 27)
+    history = {
+        number: TrialRecord(number, f"run-{number}", {}, number, "paused", reports=(RungReport(500, number, "an-id"),))
+        for number in range(3)
+    }
+    assert asha.decide(history, 1).reason == "waits at rung 6 (at 243)"
+    assert asha.promote(history) == Promotion(0, 729)
 
 
 def test_asha_has_every_rung_before_its_end():
