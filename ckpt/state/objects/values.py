@@ -17,7 +17,7 @@ from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.state.staging.device_copies import copied_to_host, sums_of_words
 
 from .flatten import Leaf
-from .tensors import DTYPE_NAMES
+from .tensors import DTYPE_NAMES, why_unstorable
 
 _PLAIN = {type(None), bool, float, str}
 # Torch's message without its advice, in either of its forms: for a type that it does not allow, and for a blocked module.
@@ -48,8 +48,8 @@ class Value:
 def capture_values(leaves: Sequence[Leaf]) -> list[Value]:
     """Return the values of `leaves` as they are now.
 
-    Costs microseconds for numbers, strings and containers of them, which are encoded later, and one copy for all tensors of a
-    device; other values are encoded and read back immediately.
+    Costs microseconds for numbers, strings and containers of them, one copy for all tensors of a device, and one for each
+    tensor in a tuple, all of which are encoded later; other values are encoded and read back immediately.
 
     Raises:
         ValueError: Naming the leaf, if torch.load(weights_only=True) could not read it.
@@ -74,6 +74,8 @@ def _capture_value(leaf: Leaf, kept: torch.Tensor | None) -> Value:
     if _is_marshalled(value):
         marshalled = _marshalled(value)
         return Value(leaf.name, leaf.path, _digest(leaf, marshalled), lambda: _saved(marshal.loads(marshalled)))  # noqa: S302 - our own bytes
+    if _is_marshalled(_mapped(value, _nothing)):
+        return _hold_tensors(leaf)
     saved = _checked(leaf)
     return Value(leaf.name, leaf.path, _digest(leaf, saved), lambda: saved)
 
@@ -120,6 +122,33 @@ def _hold_tensor(leaf: Leaf, kept: torch.Tensor) -> Value:
     return Value(leaf.name, leaf.path, _digest_tensor(leaf, kept), lambda: _saved(kept), form)
 
 
+def _hold_tensors(leaf: Leaf) -> Value:
+    """Return a value of tensors in containers of numbers and strings, with a copy of each tensor, to be encoded later."""
+    copies: dict[int, torch.Tensor] = {}  # one that is there twice is copied once
+
+    def copied_once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor)
+        return copies[id(tensor)]
+
+    held = _mapped(leaf.value, copied_once)
+    form = _mapped(held, lambda it: f"{it.dtype} {tuple(it.shape)} {it.stride()} {it.requires_grad}".encode())
+    digest = xxhash.xxh3_64(_marshalled(form))
+    for copy in copies.values():
+        digest.update(memory_of(copy.detach().contiguous()))
+    return Value(leaf.name, leaf.path, leaf.form + digest.hexdigest(), lambda: _saved(held))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().resolve_conj().resolve_neg().to("cpu", copy=True)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _nothing(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return nothing for a tensor that can be copied and read back as any other; else the tensor."""
+    return None if tensor.dtype in DTYPE_NAMES and why_unstorable(tensor) is None else tensor
+
+
 def _is_marshalled(value: Any) -> bool:
     kind = type(value)
     if kind in _PLAIN:
@@ -140,7 +169,7 @@ def _marshalled(value: Any) -> bytes:
 
 def _checked(leaf: Leaf) -> bytes:
     try:
-        value = _compact(leaf.value)
+        value = _mapped(leaf.value, _compact)
         try:
             saved = _saved(value)
             read_value(saved)
@@ -159,19 +188,28 @@ def _checked(leaf: Leaf) -> bytes:
     return saved
 
 
-def _compact(value: Any) -> Any:
-    """Return `value` with copies of the tensors in it that are parts of larger memory, all of which torch.save would write.
+def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return `value` in new containers, with what `change` returns for each tensor in them.
 
-    A defaultdict becomes a dict, since torch.load does not allow its class. Tensors of devices are copied to the host:
-    torch.save writes the device's number, which is another one on each rank.
+    A defaultdict becomes a dict, since torch.load does not allow its class.
     """
     kind = type(value)
     if kind is torch.Tensor and value.layout is torch.strided:
-        is_part = not value.is_cpu or value.untyped_storage().nbytes() > value.numel() * value.element_size()
-        return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad) if is_part else value
+        return change(value)
     if kind in (list, tuple):
-        return kind(map(_compact, value))
-    return {key: _compact(item) for key, item in value.items()} if kind in (dict, defaultdict) else value
+        return kind(_mapped(item, change) for item in value)
+    if kind in (dict, defaultdict):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return {*value} if kind is set else value
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor that is a part of larger memory, all of which torch.save would write.
+
+    Tensors of devices are copied to the host: torch.save writes the device's number, which is another one on each rank.
+    """
+    is_part = not tensor.is_cpu or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return _copied(tensor) if is_part else tensor
 
 
 def _saved(value: Any, how: Any = pickle) -> bytes:

@@ -21,9 +21,9 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, RankLocal, StateMismatchError
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.state.loading import read
-from prefect_torch.ckpt.state.objects.flatten import _Walk, flatten
+from prefect_torch.ckpt.state.objects.flatten import Leaf, _Walk, flatten
 from prefect_torch.ckpt.state.objects.tensors import local_part, share_elements
-from prefect_torch.ckpt.state.objects.values import read_value, why_unreadable
+from prefect_torch.ckpt.state.objects.values import capture_values, read_value, why_unreadable
 from prefect_torch.ckpt.state.staging.buffer import _is_readable
 from ranks import Attempt
 from states import check_equal
@@ -753,6 +753,38 @@ def test_a_part_of_a_large_tensor_in_a_tuple_is_stored_without_the_rest(store):
     checkpoint.load_state(loaded)
     assert loaded["pair"][0].tolist() == [1.0, 2.0]
     assert loaded["pair"][1]["item"][0].tolist() == [5.0]
+
+
+def test_the_tensors_of_a_tuple_are_copied_by_a_report_and_encoded_later(monkeypatch):
+    whole = torch.arange(12.0).reshape(3, 4)
+    reported = (whole, [whole, whole.T, {"n": {3}}], whole[:, 1], torch.ones(2, requires_grad=True), None)
+    expected = copy.deepcopy(reported)
+    with monkeypatch.context() as patch:
+        patch.delattr(torch, "save")
+        (value,) = capture_values([Leaf("it", ("it",), reported)])
+    whole.zero_()
+    reported[1][2]["n"].add(4)
+    found = read_value(value.encode())
+    check_equal(found, expected)
+    assert found[3].requires_grad
+    assert found[0].data_ptr() == found[1][0].data_ptr()
+
+
+def test_tuples_have_one_digest_if_and_only_if_they_are_equal():
+    one, other = torch.arange(4.0), torch.ones(4)
+    values = [
+        (one, None),
+        (None, one),
+        (one, other),
+        (other, one),
+        (one.reshape(2, 2), None),
+        ((one,), None),
+        (one.int(), None),
+    ]
+    values = [*values, copy.deepcopy(values[0]), copy.deepcopy(values[2])]
+    digests = [it.digest for it in capture_values([Leaf("it", ("it",), value) for value in values])]
+    assert len(set(digests)) == 7
+    assert [digests[0], digests[2]] == digests[-2:]
 
 
 def test_views_share_elements_if_numpy_says_so():
