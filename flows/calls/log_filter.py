@@ -16,10 +16,11 @@ from prefect_torch.tasks.rank.tracebacks import first_line, has_user_frames, is_
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
 _RAISED = "Encountered exception during execution"
+_TASK_RAISED = "Task run failed with exception"
 _FAILED = "Finished in state Failed"
 _LOGGED_WITH_LOCATION = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.LocationObserver
 _ABORTED = "Finished in state Crashed('Execution was aborted"
-_kinds = {name: name for name in ("train", "sweep", "evaluate", "prune")}  # by flow name, of which `with_options` adds more
+_kinds = {name: name for name in ("train", "sweep", "trial", "evaluate", "prune")}  # by flow name; `with_options` adds more
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
 is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
 _VALIDATION = "Parameter validation failed for flow "
@@ -91,7 +92,8 @@ def _is_repeated_at_terminal(record: logging.LogRecord) -> bool:
         return getattr(record, "task_name", "") == "train_workers"
     if not is_called.get() or not text.startswith(_FAILED):
         return False
-    return _is_of_flow(record) or _INVALID in _message(record)
+    is_raised = _is_of_flow(record) and _kind_of(record) != "trial"  # the sweep goes on
+    return is_raised or _INVALID in _message(record)
 
 
 _FILTER = FlowLogFilter()
@@ -125,6 +127,8 @@ def _is_repetition(record: logging.LogRecord) -> bool:
     if text.startswith(_RAISED) and _is_of_flow(record):
         # The record of the state has the error. One that has not passed this package is of a user's flow of the same name.
         return not record.exc_text and not record.exc_info
+    if text.startswith(_TASK_RAISED) and _is_of_evaluation(record):
+        return not record.exc_text and not record.exc_info  # the flow warns of the checkpoint, with the error
     # Prefect's record counts retries up to a million; the training logs its own budget.
     return text.startswith(_RETRY) and bool(record.args) and getattr(record, "task_name", "") == "train_workers"
 
@@ -140,6 +144,8 @@ def _message(record: logging.LogRecord) -> str:
 def _level_of(record: logging.LogRecord) -> int | None:
     """Return the level of a record about a state that matters more, or less, than Prefect supposes; None for others."""
     text, task = str(record.msg), getattr(record, "task_name", None)
+    if text.startswith(_FAILED) and _is_of_evaluation(record):
+        return logging.DEBUG  # the flow warns of the checkpoint, with the error
     if _kind_of(record) == "train" and task is None and text.startswith(_LOGGED_WITH_LOCATION):
         return logging.DEBUG
     for name, state, level in _LEVELS:
@@ -169,6 +175,11 @@ def _is_of_flow(record: logging.LogRecord) -> bool:
     return _kind_of(record) is not None and getattr(record, "task_name", None) is None
 
 
+def _is_of_evaluation(record: logging.LogRecord) -> bool:
+    """Return whether `record` is of the task of one checkpoint in `evaluate`; a flow of the user's own may call it, too."""
+    return _kind_of(record) == "evaluate" and getattr(record, "task_name", None) == "evaluate_checkpoint"
+
+
 def _kind_of(record: logging.LogRecord) -> str | None:
     """Return which flow of this package `record` is of, whatever name it was given; None of others."""
     return _kinds.get(getattr(record, "flow_name", ""))
@@ -182,7 +193,7 @@ def _is_of_termination(record: logging.LogRecord) -> bool:
     text = str(record.msg)
     if f"hook '{_HOOK}'" in text.replace("Hook", "hook"):
         return True  # whatever flow the record names: with invalid parameters, it names none
-    return _kind_of(record) == "train" and text.startswith("Crash detected! Execution was ")
+    return _kind_of(record) in ("train", "trial") and text.startswith("Crash detected! Execution was ")
 
 
 def _frames(error: BaseException) -> str | None:

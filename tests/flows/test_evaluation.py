@@ -129,6 +129,10 @@ def test_a_failure_and_a_pruned_checkpoint_do_not_keep_the_others_from_being_eva
     assert f"rank 0 of the evaluation of {second} failed" in str(caught.value.__cause__)
     (logged,) = (it for it in caplog.messages if it.startswith(f"rank 0 of the evaluation of {second} failed:\n"))
     assert re.search(r"^Traceback.*\n  File .*evaluations\.py", logged, re.MULTILINE)
+    errors = [it.getMessage() for it in caplog.records if it.levelno == logging.ERROR]
+    assert errors[0] == logged
+    assert [it.partition("(")[0] for it in errors[1:]] == ["Finished in state Failed"], "that of the flow run"
+    assert f"checkpoint {second} could not be evaluated: {caught.value!r}" in caplog.messages
     assert f"checkpoint {first} of run 'run' is skipped: it does not exist, or was pruned" in caplog.text
     assert [(manifest.id, manifest.evaluations) for manifest in store.list()] == [(second, ()), (third, ("eval",))]
     assert not [info.key for info in store.storage.list("run/") if first in info.key]

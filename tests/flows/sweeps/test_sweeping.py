@@ -446,6 +446,16 @@ def test_a_trial_that_fails_on_its_way_out_after_a_stop_trains_no_further(run):
     assert [record.step for record in result.trials[0].result.history] == [0, 1]
 
 
+def test_a_failed_trial_is_two_errors_of_the_log_its_traceback_and_the_end_of_its_flow_run(run, caplog):
+    points = [{"lr": 9.0}, {"lr": 0.3}]
+    chosen = search(num_trials=2, initial_points=points, max_failed_trials=1)
+    result = sweep("sweep_trainings:climb", {"lr": uniform(0, 9)}, {"epochs": 2, "fails": 1}, chosen, run=run)
+    assert [trial.state for trial in result.trials] == ["failed", "completed"]
+    errors = [it.getMessage() for it in caplog.records if it.levelno >= logging.ERROR]
+    assert [re.match(r"rank 0 of attempt 1 failed:|Finished in state Failed\(", it) is not None for it in errors] == [True] * 2
+    assert "\nValueError: lr=9 diverged\n" in errors[0]
+
+
 def lose_answer() -> None:
     raise httpx.ReadTimeout("no answer")
 
