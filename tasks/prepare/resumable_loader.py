@@ -35,6 +35,8 @@ class ResumableDataLoader(PreparedDataLoader):
     - The position is the same on all ranks when they have used equally many batches. When they have not, each continues its
       own, and another number of ranks raises `RankLocalStateError`. Do not share it out with `rank_local`.
     - The seed is restored. A dataset of another length, or another order, in the middle of an epoch is a `StateMismatchError`.
+    - Each epoch has the samples that the dataset has at its beginning, which must be equal on all ranks. Workers that persist
+      have the dataset as it was.
     - Each iteration begins with the `set_epoch(epoch)` of the dataset, if it has one; with `persistent_workers` the dataset
       must pass the epoch on to them.
     - With `num_workers=0` a dataset draws from the generators of the process, which a state can hold as `RankLocal`: then a
@@ -91,6 +93,7 @@ class ResumableDataLoader(PreparedDataLoader):
             StateMismatchError: If the dataset has another length or order, and the position is in the middle of an epoch.
 
         """
+        tell_epoch(self.dataset, state_dict["epoch"])  # on which its length may depend
         self._sampler().restore(state_dict)
         self._begun_epoch, self._iteration, self._is_after_look = None, _Iteration(self._sampler(), 1), False
 
@@ -107,6 +110,7 @@ class ResumableDataLoader(PreparedDataLoader):
             self._begun_epoch = None
         super()._begin_epoch()
         tell_epoch(self.dataset, int(self._sampler().epoch))
+        self._sampler().follow_length()
 
     def _is_look(self) -> bool:
         return self._iteration.is_look and self._sampler().epoch == self._iteration.begun.epoch

@@ -88,7 +88,7 @@ class ResumableSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Any, rank: int, num_ranks: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
         super().__init__(dataset, num_ranks, rank, shuffle, seed, drop_last)
         self.start = 0
-        self._num_all = len(dataset)
+        self._num_all = len(dataset)  # of the present epoch
         self._checksums: dict[tuple[int, int], int] = {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,6 +105,15 @@ class ResumableSampler(DistributedSampler[Any]):
         if self.start and epoch != self.epoch:
             raise ValueError(restored_within(self.epoch, epoch))
         super().set_epoch(epoch)
+
+    def follow_length(self) -> None:
+        """Let the next iteration have all samples of a dataset that has grown or shrunk, unless it is the rest of an epoch."""
+        data: Any = self.dataset
+        if self.start or len(data) == self._num_all:
+            return
+        epoch, self._num_all, self._checksums = self.epoch, len(data), {}
+        super().__init__(self.dataset, self.num_replicas, self.rank, self.shuffle, self.seed, self.drop_last)
+        self.epoch = epoch
 
     def after(self, position: Position, num_turns: int) -> Position:
         """Return the position after each rank has used `num_turns` more samples than at `position`."""
@@ -129,9 +138,10 @@ class ResumableSampler(DistributedSampler[Any]):
                 nothing is changed.
 
         """
-        before, self.seed = self.seed, state["seed"]
+        before, self.seed, self.start = (self.seed, self.start), state["seed"], 0
+        self.follow_length()
         if state["used"] and (reason := self._differs(state)):
-            self.seed = before
+            self.seed, self.start = before
             raise StateMismatchError(
                 f"the checkpoint is from the middle of epoch {state['epoch']}, and {reason}: which samples were used is "
                 "unknown; resume with the same data, from a checkpoint between epochs, or without the loader in the state"

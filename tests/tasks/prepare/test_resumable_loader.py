@@ -349,6 +349,24 @@ class EpochOfItems:
         self.epoch = epoch
 
 
+class Growing(EpochOfItems):
+    """Has more items in each epoch, as a curriculum."""
+
+    def __len__(self):
+        return 4 if self.epoch is None else 8 * (self.epoch + 1)
+
+    def __getitem__(self, number):
+        return number
+
+
+def test_a_dataset_whose_length_depends_on_the_epoch_is_resumed_within_one():
+    loader, resumed = (prepare_data_loader(DataLoader(Growing(), batch_size=2), resumable=True) for _ in range(2))
+    assert rest_of(loader) == list(range(8))
+    assert take(loader, 3) == list(range(6))
+    resumed.load_state_dict(loader.state_dict())
+    assert [rest_of(resumed), rest_of(resumed)] == [list(range(6, 16)), list(range(24))]
+
+
 @pytest.mark.parametrize("keeps_position", [False, True], ids=["torch's", "torchdata's"])
 def test_a_dataset_of_items_is_set_to_each_epoch(keeps_position):
     def prepared():
@@ -360,6 +378,23 @@ def test_a_dataset_of_items_is_set_to_each_epoch(keeps_position):
     assert take(loader, 1) == [2] * 2
     resumed.load_state_dict(loader.state_dict())
     assert [rest_of(resumed), rest_of(resumed)] == [[2] * 2, [3] * 4]
+
+
+@pytest.mark.parametrize("length", [20, 6])
+def test_a_dataset_of_another_length_has_its_present_samples_from_the_next_epoch_on(length):
+    items = list(range(12))
+    loader = prepare_data_loader(DataLoader(items, batch_size=2, shuffle=True), resumable=True)
+    rest_of(loader)
+    items[:] = range(length)
+    batches = iter(loader)
+    assert len(loader) == length // 2
+    used = next(batches).tolist()
+    resumed = prepare_data_loader(DataLoader(items, batch_size=2, shuffle=True), resumable=True)
+    resumed.load_state_dict(loader.state_dict())
+    rest = [sample for batch in batches for sample in batch.tolist()]
+    assert sorted(used + rest) == list(range(length))
+    assert (resumed.epoch, rest_of(resumed)) == (1, rest)
+    assert rest_of(resumed) == rest_of(loader)
 
 
 def test_the_newest_iteration_is_what_counts():
