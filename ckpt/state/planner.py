@@ -26,6 +26,7 @@ class StateDescription:
         parts: A digest of the parts of each module and each optimizer, with `shards`.
         samples: By module and optimizer, a digest of which parts of some tensors this rank has, and one of some elements of
             these parts, which count as equal on all ranks that have the same ones.
+        epochs: The epochs of loaders that share one order among the ranks.
 
     """
 
@@ -34,11 +35,12 @@ class StateDescription:
     shards: list[TensorShard] | None = None
     parts: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    epochs: Mapping[str, int] = field(default_factory=dict)
 
     def fields(self) -> list[Any]:
         """Return a form that JSON can represent."""
         shards = None if self.shards is None else [shard.encode() for shard in self.shards]
-        return [self.values, self.tensors, shards, self.parts, self.samples]
+        return [self.values, self.tensors, shards, self.parts, self.samples, self.epochs]
 
     @classmethod
     def of_fields(cls, fields: Sequence[Any]) -> "StateDescription":
@@ -74,7 +76,7 @@ class StatePlanner:
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
         self._checked: tuple[Any, ...] | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_epochs = False
         self.writes: list[list[WriteItem]] = []
 
     def decide(self, described: Sequence[StateDescription | None]) -> StateDecision:
@@ -99,6 +101,8 @@ class StatePlanner:
         tensors = {rank: of_rank.tensors for rank, of_rank in states.items()}
         self._check_shapes(values, tensors)
         self._has_warned = self._has_warned or _warn_of_unequal({rank: of_rank.samples for rank, of_rank in states.items()})
+        epochs = {rank: of_rank.epochs for rank, of_rank in states.items()}
+        self._has_warned_of_epochs = self._has_warned_of_epochs or _warn_of_epochs(epochs)
         _, own_tensors = _compare(tensors)
         digests, own_values = _compare(values)
         wanted = (self._described, tuple(own_tensors), *states)
@@ -173,6 +177,23 @@ def _warn_of_unequal(samples: Mapping[int, Mapping[str, Sequence[str]]]) -> bool
                     rank,
                     part,
                     other,
+                )
+                return True
+    return False
+
+
+def _warn_of_epochs(epochs: Mapping[int, Mapping[str, int]]) -> bool:
+    """Log a warning if a loader is in another epoch on another rank; return whether it did."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, of_rank in epochs.items():
+        for name, epoch in of_rank.items():
+            other, expected = first.setdefault(name, (rank, epoch))
+            if epoch != expected:
+                _logger.warning(
+                    "the state's %r is in epoch %d on rank %d, and in epoch %d on rank %d: these ranks share out different "
+                    "orders of the samples, of which some are used twice and others never. Begin equally many iterations on "
+                    "every rank (one next(iter(loader)) between two loops counts as none), or call %s.set_epoch(epoch)",
+                    *(name, expected, other, epoch, rank, name),
                 )
                 return True
     return False

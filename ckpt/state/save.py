@@ -54,6 +54,7 @@ class StateSnapshot:
         arrays: The names of the leaves that are NumPy arrays or scalars, with the kind of each.
         orders: The order of the keys in its dicts.
         samples: Digests of some of the tensors that count as equal on all ranks, by module and optimizer.
+        epochs: The epochs of loaders that share one order among the ranks.
 
     """
 
@@ -66,14 +67,15 @@ class StateSnapshot:
     arrays: Mapping[str, ArrayKind]
     orders: Sequence[KeyOrder]
     samples: Mapping[str, Sequence[str]]
+    epochs: Mapping[str, int]
 
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only if it changed; the caller must send it."""
         values = {value.name: value.digest for value in self.values}
         if not self.saver.record_described(self):
-            return StateDescription(values, self.digests, samples=self.samples)
+            return StateDescription(values, self.digests, samples=self.samples, epochs=self.epochs)
         parts = {name: _digest_names(of_part) for name, of_part in self.parts.items()}
-        return StateDescription(values, self.digests, self.shards, parts, self.samples)
+        return StateDescription(values, self.digests, self.shards, parts, self.samples, self.epochs)
 
     def stage_early(self) -> None:
         """Stage by the plan of the previous report, while the ranks agree; `stage` checks whether it is still valid."""
@@ -149,7 +151,7 @@ class StateSaver:
         self._warn_of_costs(compared)
         samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
         values, digests = capture_values(plain), digest_tensors(compared)
-        return StateSnapshot(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples)
+        return StateSnapshot(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples, found.epochs)
 
     def _warn_of_costs(self, compared: Sequence[Leaf]) -> None:
         """Log once, on rank 0, that large tensors are compared, as those of a `state_dict()` are, and what to give instead."""

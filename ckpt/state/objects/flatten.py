@@ -66,12 +66,14 @@ class Flattened:
         leaves: Its tensors and plain values.
         parts: The parts of its modules and optimizers, unless these are marked as this rank's own.
         orders: The order of the keys in its dicts.
+        epochs: The epochs of loaders that share one order among the ranks, unless these are marked as this rank's own.
 
     """
 
     leaves: list[Leaf] = field(default_factory=list)
     parts: dict[str, Sequence[object]] = field(default_factory=dict)
     orders: list[KeyOrder] = field(default_factory=list)
+    epochs: dict[str, int] = field(default_factory=dict)
 
 
 def flatten(state: Mapping[str, Any], rank: int) -> Flattened:
@@ -160,8 +162,7 @@ class _Walk:
         elif isinstance(value, RankLocal):
             self.visit(value.value, replace(at, rank_local=True))
         elif is_stateful(value) or (not (at.of_model or at.of_object) and is_generator(value)):
-            state = value.state_dict() if is_stateful(value) else generator_state(value)
-            self.visit(state, replace(at, of_object=True))
+            self._visit_object(value, at)
         elif is_plain(value) or array_kind(value) is not None:
             self._take(value, at)
         elif isinstance(value, Mapping):
@@ -175,6 +176,12 @@ class _Walk:
             self.found.orders.append(KeyOrder(at.path, tuple(value)))
         for key, item in value.items():
             self.visit(item, at.below(_checked_key(key, at.path), key))
+
+    def _visit_object(self, value: Any, at: _At) -> None:
+        state = value.state_dict() if is_stateful(value) else generator_state(value)
+        if getattr(value, "has_epoch_of_all_ranks", False) and not at.rank_local:
+            self.found.epochs[at.name] = value.epoch
+        self.visit(state, replace(at, of_object=True))
 
     def _visit_module(self, module: torch.nn.Module, at: _At) -> None:
         if not at.rank_local:

@@ -525,6 +525,21 @@ def test_a_stream_continues_at_as_many_ranks_and_is_refused_at_others(tmp_path):
         attempt.restored.load_state({"loader": stream_of(0, 1)}, rank=0, world_size=1)
 
 
+@pytest.mark.parametrize("num_looks", [1, 2])
+def test_a_report_warns_once_of_ranks_in_different_epochs(tmp_path, caplog, num_looks):
+    def train(session, rank):
+        loader = loader_of(rank, 2)
+        for _ in range(num_looks if rank == 0 else 0):
+            next(iter(loader))
+        for _ in range(2):
+            rest_of(loader)
+            session.report({}, state={"data": {"loader": loader}})
+
+    assert Attempt(CheckpointStore.open(tmp_path / "store", "run"), 2).run(train) == [None, None]
+    warning = "the state's 'data.loader' is in epoch 2 on rank 0, and in epoch 1 on rank 1"
+    assert caplog.text.count(warning) == num_looks - 1
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_positions_of_streams_are_refused_at_another_number_of_ranks_however_they_are_shared_out(
     tmp_path, monkeypatch, num_ranks
