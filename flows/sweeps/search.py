@@ -133,7 +133,7 @@ class Search:
             if promoted is not None and self._scheduler.promotes_first:
                 return self._resume(promoted)
             number = len(self.trials)
-            if number < self.num_trials:
+            if number < self.num_trials and not self._study.is_over:
                 return self._start(number)
             return None if promoted is None else self._resume(promoted)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
 NAME = "sweep"
+_STOPPED_BY = "stopped_by"  # an attribute of the study, and so in the journal: the sampler
 _SEED_BYTES = 4
 _AT_THEIR_ENDS: Compared = MappingProxyType({})
 
@@ -119,8 +120,8 @@ class Study:
         self._optuna = optuna
         self._space = space
         self._seed = seed
-        name = check_sampler(search, space)
-        self._make_sampler = sampler_of(name)
+        self._sampler = check_sampler(search, space)
+        self._make_sampler = sampler_of(self._sampler)
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
         self._untried = list(points)
@@ -142,6 +143,16 @@ class Study:
                 directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
                 sampler=self._make_sampler(seed),
             )
+        # With this, samplers "exit from the current optimization loop"; outside of one, Optuna's own method raises.
+        self._study.stop = self._stop  # type: ignore[method-assign]  # of this study alone
+
+    def _stop(self) -> None:
+        self._study.set_user_attr(_STOPPED_BY, self._sampler)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the sampler has nothing more to suggest, such as when it has tried every combination."""
+        return self._study.user_attrs.get(_STOPPED_BY) == self._sampler
 
     def take_operations(self) -> list[Operation]:
         """Return the operations since the last call, which are to be recorded with the event that they belong to."""

@@ -251,6 +251,16 @@ def test_a_sampler_of_optunas_by_its_import_path_gets_the_seed(sampler):
     assert suggested[0] == suggested[1]
 
 
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+def test_a_sampler_that_has_tried_everything_ends_the_search_also_after_a_kill_and_another_sampler_goes_on():
+    entries, config, space = [], configured(sampler="optuna.samplers:BruteForceSampler", num_trials=5), {"a": choice([1, 2, 3])}
+    assert len(lead(config, space, entries, 1)) == 1
+    assert len(lead(config, space, entries)) == 2
+    assert lead(config, space, entries) == []
+    assert sum(entry["kind"] == "TrialStarted" for entry in entries) == 3
+    assert len(lead(configured(num_trials=5), space, entries)) == 2
+
+
 def test_optuna_logs_nothing_of_a_study_that_goes_on(caplog):
     entries = []
     Search(configured(), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep").next_trial()
