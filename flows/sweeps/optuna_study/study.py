@@ -196,6 +196,7 @@ class Study:
                 values=None if observation.values is None else list(observation.values),
                 params=frozen.params,
                 distributions=frozen.distributions,
+                system_attrs=frozen.system_attrs,  # samplers keep there what they know of a trial, such as its generation
                 intermediate_values=dict(observation.intermediate),
                 user_attrs={**frozen.user_attrs, CONTINUES: study_number},
             )

@@ -261,6 +261,17 @@ def test_a_sampler_that_has_tried_everything_ends_the_search_also_after_a_kill_a
     assert len(lead(configured(num_trials=5), space, entries)) == 2
 
 
+def test_a_sampler_keeps_what_it_knows_of_a_trial_that_paused_and_went_on():
+    study = Study([], configured(sampler="nsga2"), parse_space(SPACE), 0, [])
+    number = study.suggest(0).study_number
+    study.observe(number, Observation("pruned", intermediate=((1, 2.0),)))
+    known = study._study.trials[0].system_attrs
+    study.observe(number, Observation("complete", (1.0,)))
+    (seen,) = study._study.trials
+    assert (seen.values, seen.system_attrs) == ([1.0], known)
+    assert any("generation" in name for name in known)
+
+
 def test_optuna_logs_nothing_of_a_study_that_goes_on(caplog):
     entries = []
     Search(configured(), parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep").next_trial()
