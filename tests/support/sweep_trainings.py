@@ -61,6 +61,14 @@ def threshold_pruner():
     return optuna.pruners.ThresholdPruner(upper=10)
 
 
+def pruner_of_odd_numbers():
+    class Pruner(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return trial.number % 2 == 1
+
+    return Pruner()
+
+
 def hyperband_pruner():
     return optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3)
 

@@ -41,20 +41,22 @@ class OptunaPruning:
             pruner=pruner, study_name="sweep", direction="minimize" if mode == "min" else "maximize"
         )
         self._sign = 1 if mode == "min" else -1
-        self._trials: dict[int, optuna.trial.Trial] = {}
+        self._trials: list[optuna.trial.Trial] = []
         self._last: dict[int, float] = {}
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Add a report of a trial, whose lower `value` is better, and return whether the trial is to stop."""
-        if number not in self._trials:
-            self._trials[number] = self._study.ask()
+        while (
+            len(self._trials) <= number
+        ):  # pruners that choose by a trial's number see that of the sweep, whoever reports first
+            self._trials.append(self._study.ask())
         self._last[number] = value * self._sign
         self._trials[number].report(self._last[number], step)
         return self._trials[number].should_prune()
 
     def end(self, number: int, state: str) -> None:
         """Record that a trial has come to an end, after which it has no more reports."""
-        if number not in self._trials:
+        if number not in self._last:
             return
         last = self._last[number]
         is_complete = state == "completed" and not math.isnan(last)

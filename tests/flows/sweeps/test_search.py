@@ -93,6 +93,12 @@ def test_a_pruner_has_the_same_brackets_after_a_kill():
     assert verdicts() == verdicts()
 
 
+def test_a_pruner_sees_the_number_of_a_trial_in_the_sweep_whichever_trial_reports_first():
+    pruning = OptunaPruning("sweep_trainings:pruner_of_odd_numbers", "min")
+    assert {number: pruning.report(number, 1, 0.5) for number in (3, 2, 0, 1)} == {3: True, 2: False, 0: False, 1: True}
+    pruning.end(4, "completed")  # without a report
+
+
 WRONG_NAMES = [
     ({"sampler": "nowhere:f"}, "sampler='nowhere:f' cannot be imported"),
     ({"sampler": "math:pi"}, "not callable"),
