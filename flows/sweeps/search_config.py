@@ -29,6 +29,11 @@ _SEARCHERS_OF_RAY = {  # names that Ray's create_searcher takes
     "nevergrad": "cmaes",
     **dict.fromkeys(("variant_generator", "basic_variant"), "random"),
 }
+_READ_BY = {  # settings, by the schedulers that read them
+    "grace_period": ("asha", "hyperband", "median", "pruner"),
+    "reduction_factor": ("asha", "hyperband"),
+    "perturbation_interval": ("pbt",),
+}
 
 
 class SearchConfig(FormModel):
@@ -263,4 +268,16 @@ class SearchConfig(FormModel):
             raise ValueError("scheduler='pbt' needs perturbation_interval, such as a tenth of the training")
         if (self.scheduler == "pruner") != (self.pruner is not None):
             raise ValueError("scheduler='pruner' and pruner='module:function' belong together: give both, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_unread_settings(self) -> "SearchConfig":
+        """Refuse the setting of another scheduler, as those of Ray and Optuna do; a form may give the default of any."""
+        for name, schedulers in _READ_BY.items():
+            given = getattr(self, name)
+            if self.scheduler not in schedulers and given != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}={given!r} has no effect with scheduler={self.scheduler!r}: leave it out, or give "
+                    f"scheduler={' or '.join(map(repr, schedulers))}"
+                )
         return self

@@ -612,7 +612,7 @@ def test_a_metric_that_only_some_reports_have_is_decided_by_those():
 
 @pytest.mark.parametrize("scheduler", [None, "median"])
 def test_a_trial_that_a_limit_ends_has_the_newest_value_of_each_metric_or_has_failed_without_its_own(scheduler):
-    config = configured(scheduler=scheduler, grace_period=9, stop={"training_iteration": 3})
+    config = configured(scheduler=scheduler, stop={"training_iteration": 3}, **({"grace_period": 9} if scheduler else {}))
     search = Search(config, parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
     for earlier in ({"loss": 0.5, "size": 1}, {"size": 1}):
         number = search.next_trial().number

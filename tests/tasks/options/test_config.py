@@ -48,6 +48,28 @@ def test_a_search_for_an_accuracy_without_a_mode_warns_where_it_is_given_and_onc
     assert again["search"] == given
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (
+            {"grace_period": 5},
+            r"grace_period=5\.0 has no effect with scheduler=None: leave it out, or give scheduler='asha' or ",
+        ),
+        (
+            {"scheduler": "pbt", "perturbation_interval": 5, "grace_period": 20},
+            "grace_period=20.0 has no effect with scheduler='pbt'",
+        ),
+        ({"scheduler": "median", "reduction_factor": 4}, "give scheduler='asha' or 'hyperband'"),
+        ({"scheduler": "asha", "max_t": 9, "perturbation_interval": 5}, "give scheduler='pbt'"),
+    ],
+    ids=range(4),
+)
+def test_a_setting_that_the_scheduler_does_not_read_is_refused_unless_it_is_the_default(fields, problem):
+    with pytest.raises(ValidationError, match=problem):
+        SearchConfig(metric="loss", **fields)
+    SearchConfig(metric="loss", grace_period=1, reduction_factor=3, perturbation_interval=None)
+
+
 def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
     with pytest.warns(UserWarning, match="looks like a loss"):
         given = CheckpointConfig(checkpoint_score_attribute="loss")
