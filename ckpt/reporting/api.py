@@ -81,7 +81,8 @@ def report(
             report equal files under one name; different files need different names.
         state: Names of modules, optimizers, schedulers and other objects with `state_dict`, tensors (DTensors among them),
             NumPy's arrays and scalars, plain values and containers of them, random generators, `RandomState()`. The content of
-            a module or an optimizer counts as equal on all ranks, and each rank stores a part of it; the buffers are rank 0's.
+            a module or an optimizer counts as equal on all ranks, and each rank stores a part of it; the buffers are rank 0's,
+            and what `get_extra_state` returns is compared.
             A module or optimizer with other parts on another rank is refused, unless it has a name of its own there or is
             marked with `RankLocal`. Of everything else, each rank stores its own value if it differs between ranks or is
             marked. Give the objects themselves, since the tensors of their `state_dict()` would be compared. Give averages of

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefect_torch.ckpt.state.index import Chunk, StateIndex, TensorEntry, ValueEntry, rank_of
+from prefect_torch.ckpt.state.objects.parameters import is_extra_state
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.staging.buffer import memory_of
 from prefect_torch.ckpt.storage.machine.scratch import scratch_folder
@@ -74,7 +75,9 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
         if not _is_below(stored.path, key):
             continue
         below = name.removeprefix(f"{key}.")
-        if isinstance(stored, TensorEntry):
+        if rank_of(name) is not None and any(is_extra_state(str(step)) for step in stored.path):
+            left_out.append(name)
+        elif isinstance(stored, TensorEntry):
             chosen[Tensor(below, stored.dtype, stored.shape)] = stored
         elif stored.tensor is not None:
             chosen[Tensor(below, *stored.tensor)] = stored
@@ -86,7 +89,7 @@ def choose_tensors(index: StateIndex, key: str, where: str) -> Mapping[Tensor, T
         raise ValueError(f"the state in {where} has no tensor below {key!r}{choice}")
     _check([*chosen], f"below {key!r} in {where}")
     if left_out:
-        _logger.warning("%s in %s: not a tensor, so not in the safetensors file", show_some(left_out), where)
+        _logger.warning("%s in %s: not a tensor of all ranks, so not in the safetensors file", show_some(left_out), where)
     return chosen
 
 

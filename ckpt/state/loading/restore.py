@@ -12,7 +12,14 @@ from prefect_torch.ckpt.state.index import TensorEntry
 from prefect_torch.ckpt.state.key_order import hashable
 from prefect_torch.ckpt.state.objects.arrays import array_kind, as_array, memory_of_array
 from prefect_torch.ckpt.state.objects.flatten import check_is_dict, is_plain, is_stateful
-from prefect_torch.ckpt.state.objects.parameters import ParameterNames, clean_names, is_by_parameter, keys_of, unwrap
+from prefect_torch.ckpt.state.objects.parameters import (
+    ParameterNames,
+    clean_names,
+    is_by_parameter,
+    is_extra_state,
+    keys_of,
+    unwrap,
+)
 from prefect_torch.ckpt.state.objects.tensors import Place, local_tensor, place_of
 from prefect_torch.ckpt.state.plan import Step, path_name
 from prefect_torch.ckpt.state.random_state import ProcessGenerators, is_generator, set_generator
@@ -210,7 +217,7 @@ class _Restore:
         }
         has_new, resizable = False, keys_of(resizable_buffers(module), module, state)
         for name, key in names.items():
-            if (f".{key}".endswith("._extra_state") or key in resizable) and name in node.children:
+            if (is_extra_state(key) or key in resizable) and name in node.children:
                 has_new = self._restore_any_form(state, key, node.children[name], (*path, name)) or has_new
             elif isinstance(state[key], torch.Tensor) and name in node.children:
                 self._fill_once(state[key], node.children[name], (*path, name))

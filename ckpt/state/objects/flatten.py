@@ -19,6 +19,7 @@ from .parameters import (
     check_not_flat,
     clean_names,
     is_by_parameter,
+    is_extra_state,
     joined_names,
     keys_of,
     renamed_optimizer_state,
@@ -191,7 +192,8 @@ class _Walk:
         names = clean_names(module, state)
         for key, value in state.items():
             name = names[key]
-            of_module = _At(f"{at.name}.{name}", (*at.path, name), of_model=True, rank_local=at.rank_local)
+            is_extra = is_extra_state(key)  # nothing makes it equal on all ranks
+            of_module = _At(f"{at.name}.{name}", (*at.path, name), not is_extra, at.rank_local, of_object=is_extra)
             if isinstance(value, torch.Tensor) or is_plain(value) or array_kind(value) is not None:
                 self._take(value, of_module, by_first=key in buffers)
             elif isinstance(value, (Mapping, list)):  # from get_extra_state()

@@ -156,6 +156,11 @@ def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool
     return cleaned
 
 
+def is_extra_state(key: str) -> bool:
+    """Return whether a key of a module's `state_dict()` is of what a `get_extra_state()` returned."""
+    return f".{key}".endswith("._extra_state")
+
+
 def keys_of(tensors: Mapping[str, torch.Tensor], module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the keys in `state`, a module's `state_dict()`, of some of its tensors, by name.
 

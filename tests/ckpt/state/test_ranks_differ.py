@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from prefect_torch.ckpt import CheckpointStore, RankLocal, RankLocalStateError, ReportMismatchError, StateMismatchError
 from ranks import Attempt
+from safetensors.torch import load_file
 from states import check_equal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -242,6 +243,35 @@ def test_an_extra_state_may_have_another_form_than_when_the_module_is_fresh(stor
     load(store, {"m": other})
     check_equal(other[0].extra, reported)
     assert torch.equal(other[0].weight, module[0].weight)
+
+
+@pytest.mark.parametrize("size", [3, 600])
+@pytest.mark.parametrize("within", [lambda tensor: tensor, lambda tensor: {"sums": [tensor]}])
+def test_an_extra_state_is_each_ranks_own_where_it_differs(store, tmp_path, size, within):
+    class Summing(torch.nn.Linear):
+        def get_extra_state(self):
+            return self.sums
+
+        def set_extra_state(self, state):
+            self.sums = state
+
+    def make(sums):
+        module = Summing(2, 2)
+        module.sums = within(torch.full((size, size), float(sums)))
+        return torch.nn.Sequential(module)
+
+    modules = [make(0), make(1)]
+    modules[1].load_state_dict({**modules[0].state_dict(), "0._extra_state": modules[1][0].sums})
+    assert report(store, lambda rank: {"m": modules[rank], "equal": modules[0]}) == [None, None]
+    for rank in range(2):
+        loaded = load(store, {"m": make(7), "equal": make(7)}, rank)
+        check_equal(loaded["m"][0].sums, modules[rank][0].sums)
+        check_equal(loaded["equal"][0].sums, modules[0][0].sums)
+    load(store, {"equal": make(7)}, world_size=1)
+    with pytest.raises(RankLocalStateError):
+        load(store, {"m": make(7)}, world_size=1)
+    written = load_file(store.checkpoint(store.latest()).to_safetensors(tmp_path / "file", key="m"))
+    assert written.keys() == {"0.weight", "0.bias"}
 
 
 @pytest.mark.parametrize("fresh", [{}, {"counts": {"a": 0}, "seen": [0], "names": {"b"}}])
