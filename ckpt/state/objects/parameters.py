@@ -105,8 +105,10 @@ def _flat(name: str, what: str) -> str:
 
 
 def is_by_parameter(optimizer_state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's state has the form of torch's own optimizers; a wrapper's may have another."""
-    return {"state", "param_groups"} <= optimizer_state.keys()
+    """Return whether an optimizer's state numbers its parameters as torch's own optimizers do; a wrapper's may name them."""
+    if not {"state", "param_groups"} <= optimizer_state.keys():
+        return False
+    return all(type(number) is int for group in optimizer_state["param_groups"] for number in group["params"])
 
 
 def renamed_optimizer_state(state: Mapping[str, Any], names: list[Any]) -> dict[str, Any]:

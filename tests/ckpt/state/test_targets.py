@@ -196,6 +196,48 @@ def test_an_optimizer_that_keeps_its_state_in_a_way_of_its_own_gets_it_back(stor
     assert (state["optimizer"].steps, state["optimizer"].inner.param_groups[0]["lr"]) == (7, 0.1)
 
 
+class Keyed(torch.optim.AdamW):
+    """An optimizer that names its parameters in its state, like torch.distributed.optim._NamedOptimizer."""
+
+    def __init__(self, model, lr):
+        super().__init__(model.parameters(), lr=lr)
+        self.names = list(dict(model.named_parameters()))
+
+    def state_dict(self):
+        state = super().state_dict()
+        return {
+            "state": {self.names[number]: value for number, value in state["state"].items()},
+            "param_groups": [
+                {**group, "params": [self.names[it] for it in group["params"]]} for group in state["param_groups"]
+            ],
+        }
+
+    def load_state_dict(self, state):
+        numbers = {name: number for number, name in enumerate(self.names)}
+        super().load_state_dict(
+            {
+                "state": {numbers[name]: value for name, value in state["state"].items()},
+                "param_groups": [
+                    {**group, "params": [numbers[it] for it in group["params"]]} for group in state["param_groups"]
+                ],
+            }
+        )
+
+
+def test_an_optimizer_that_names_its_parameters_gets_its_state_back(store):
+    def make(steps):
+        model = torch.nn.Linear(2, 2)
+        optimizer = Keyed(model, lr=0.1 + steps)
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    reported, fresh = make(3), make(0)
+    stored(store, reported).load_state(fresh)
+    check_equal(fresh, reported)
+
+
 @pytest.mark.parametrize(("given", "told"), [(None, "a NoneType"), (torch.ones(7), r"a tensor of shape \[7\]")])
 def test_what_rank_local_returns_must_fit(store, given, told):
     checkpoint = stored(store, lambda rank: {"t": torch.full((3,), float(rank))}, ranks=2)
