@@ -94,7 +94,7 @@ class _Restore:
         elif isinstance(target, torch.nn.Module):
             self._restore_module(unwrap(target), node, path)
         elif isinstance(target, torch.optim.Optimizer) and _has_usual_form(target):
-            names = partial(self._parameters.of, target), lambda: ParameterNames(self._state, with_ddp=True).of(target)
+            names = partial(self._parameters.of, target), lambda: ParameterNames(self._state, former=True).of(target)
             restore_optimizer(plan, target, names, node, path)
         elif isinstance(target, torch.Tensor):
             return self._restore_tensor(target, node, path)
@@ -210,7 +210,7 @@ class _Restore:
             return
         state = module.state_dict()
         own = {place.storage for place in self._places[id(module)]}
-        former = clean_names(module, state, with_ddp=True)  # the names that former versions stored
+        former = clean_names(module, state, former=True)
         names = {
             former[key] if former[key] in node.children and name not in node.children else name: key
             for key, name in clean_names(module, state).items()

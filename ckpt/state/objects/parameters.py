@@ -11,7 +11,8 @@ from prefect_torch.ckpt.state.rank_local import RankLocal
 
 from .tensors import place_of
 
-_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
+_FORMER_WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and activation checkpointing
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.)){_FORMER_WRAPPERS.pattern}")  # not at the end of another name
 
 
 class ParameterNames:
@@ -19,21 +20,21 @@ class ParameterNames:
 
     Args:
         state: The state.
-        with_ddp: Whether names keep the parts that DDP inserts, as in names that former versions stored.
+        former: Whether names are those that former versions stored.
 
     Attributes:
         modules: The modules, without their outermost wrappers.
 
     """
 
-    def __init__(self, state: Any, *, with_ddp: bool = False) -> None:
+    def __init__(self, state: Any, *, former: bool = False) -> None:
         self.modules: list[torch.nn.Module] = []
         self._names: dict[torch.Tensor, tuple[str, str]] = {}
         for prefix, module in _modules(state, ()):
             _reshard(module)
             self.modules.append(unwrap(module))
             parameters = dict(self.modules[-1].named_parameters())
-            names = clean_names(self.modules[-1], parameters, with_ddp=with_ddp)
+            names = clean_names(self.modules[-1], parameters, former=former)
             for name, parameter in parameters.items():
                 self._names.setdefault(parameter, (prefix, names[name]))
 
@@ -139,17 +140,18 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return module._orig_mod if isinstance(module, kind) else module  # noqa: SLF001 - it has no other name
 
 
-def clean_names(module: torch.nn.Module, names: Iterable[str], *, with_ddp: bool = False) -> dict[str, str]:
+def clean_names(module: torch.nn.Module, names: Iterable[str], *, former: bool = False) -> dict[str, str]:
     """Return the `names` in `module`, each with its clean name: without the parts that wrappers insert at any depth.
 
     Args:
         module: The module, without its outermost wrappers.
         names: The names in it.
-        with_ddp: Whether to keep the parts that DDP inserts.
+        former: Whether to return the names that former versions stored, with the parts that DDP inserts.
 
     """
-    cleaned = {name: _WRAPPERS.sub("", name) for name in names}
-    if with_ddp or not any("module." in name for name in cleaned.values()):  # usual: no search of the module's parts
+    wrappers = _FORMER_WRAPPERS if former else _WRAPPERS
+    cleaned = {name: wrappers.sub("", name) for name in names}
+    if former or not any("module." in name for name in cleaned.values()):  # usual: no search of the module's parts
         return cleaned
     for inner, outer in _prefixes_of_ddp(module):
         for name, clean in cleaned.items():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from prefect_torch.ckpt.state.objects.flatten import flatten
+from prefect_torch.ckpt.state.objects.parameters import _FORMER_WRAPPERS
 from ranks import Attempt
 from states import check_equal
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -140,3 +141,34 @@ def test_frozen_weights_that_a_state_dict_leaves_out_are_not_missed(store, kind,
     stored(store, {"m": reported}).load_state({"m": fresh})
     check_equal(fresh.adapter, reported.adapter)
     assert torch.equal(fresh.frozen.weight, frozen)
+
+
+class Named(torch.nn.Module):
+    """Has parts with names that end like those that wrappers insert."""
+
+    def __init__(self):
+        super().__init__()
+        self.net_orig_mod = torch.nn.Linear(2, 2)
+        self.body = torch.nn.Sequential(checkpoint_wrapper(torch.compile(torch.nn.Linear(2, 2), backend="eager")))
+        self.a_checkpoint_wrapped_module = torch.nn.ModuleDict({"_orig_mod": torch.nn.Linear(2, 2)})
+
+
+@pytest.mark.parametrize("by_former", [False, True])
+def test_names_that_end_like_a_wrappers_are_kept_and_those_of_former_versions_are_loaded(store, monkeypatch, by_former):
+    def make():
+        model = Named()
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.1)
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        return {"m": model, "optimizer": optimizer}
+
+    reported, fresh = make(), make()
+    with monkeypatch.context() as patch:
+        if by_former:
+            patch.setattr("prefect_torch.ckpt.state.objects.parameters._WRAPPERS", _FORMER_WRAPPERS)
+        names = {leaf.name for leaf in flatten({"m": reported["m"]}, 0).leaves if leaf.name.endswith(".bias")}
+        checkpoint = stored(store, reported)
+    kept = {"m.net_orig_mod.bias", "m.a_checkpoint_wrapped_module.bias", "m.body.0.bias"}
+    assert (names == kept) is not by_former
+    checkpoint.load_state(fresh)
+    check_equal(fresh, reported)
