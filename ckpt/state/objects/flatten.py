@@ -123,7 +123,10 @@ def is_plain(value: object) -> bool:
     if isinstance(value, (torch.Tensor, RankLocal)) or is_stateful(value) or array_kind(value) is not None:
         return False
     if isinstance(value, Mapping):
-        return not value or (not _has_plain_keys(value) and all(is_plain(item) for item in value.values()))
+        if not value or _has_plain_keys(value):
+            return not value
+        is_named = all(type(key) in (str, int) for key in value)
+        return all(map(is_plain if is_named else _holds_only_plain, value.values()))
     return not isinstance(value, list) or all(is_plain(item) and not isinstance(item, Mapping) for item in value)
 
 
@@ -228,6 +231,13 @@ class _Walk:
         elif type(value) not in _PLAIN and (array := array_kind(value)) is not None:
             value = tensor_of(value, name)
         self.found.leaves.append(Leaf(name, at.path, value, at.of_model, by_first, array))
+
+
+def _holds_only_plain(value: object) -> bool:
+    """Return whether nothing in `value` would have a name of its own but items of dicts and lists."""
+    if isinstance(value, (Mapping, list)):
+        return all(map(_holds_only_plain, value.values() if isinstance(value, Mapping) else value))
+    return is_plain(value)
 
 
 def _has_plain_keys(value: Mapping[Any, Any]) -> bool:

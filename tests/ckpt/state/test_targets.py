@@ -594,6 +594,17 @@ def test_an_integer_is_stored_as_long_as_it_can_be_read(store):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="marshal wrote a set in the order that it has")
+@pytest.mark.parametrize("key", [(0, 1), None, 0.5, True])
+def test_a_dict_with_keys_that_are_no_names_is_one_value_whatever_containers_it_holds(store, key):
+    counts = {key: {"a": 1, "b": [{"c": 2}]}, "d": {"e": (3,)}}
+    fresh = {"counts": {}, "nested": {"counts": {}}}
+    stored(store, {"counts": counts, "nested": {"counts": counts}}).load_state(fresh)
+    assert fresh == {"counts": counts, "nested": {"counts": counts}}
+    assert {leaf.name for leaf in flatten({"it": {"counts": counts}}, 0).leaves} == {"it.counts"}
+    with pytest.raises(ValueError, match=r"^the key .* under 'it' must be a string or an int, and not empty$"):
+        flatten({"it": {key: {"a": torch.ones(2)}}}, 0)
+
+
 def test_sets_that_are_equal_are_one_value_however_they_were_filled(store):
     numbers = [8 * number for number in range(20)]  # they collide, so that a set keeps them in the order of their arrival
     checkpoint = stored(store, lambda rank: {"seen": set(numbers if rank else reversed(numbers))}, ranks=2)
