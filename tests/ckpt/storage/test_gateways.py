@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from certificates import make_certificate
 from http_proxy import Response, proxied
+from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import CommitFailedError, MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
@@ -549,6 +550,7 @@ def test_a_range_that_another_client_reads_is_given_up_as_early(options):
         started_s = time.monotonic()
         assert read_range_with_status_200(storage._store, "run/x", 0, memoryview(bytearray(3))) is None
         assert time.monotonic() - started_s < 10
+        wait_until(lambda: opened, "the server takes it")
         assert len(opened) == 1
 
 
@@ -559,6 +561,7 @@ def test_the_search_for_unfinished_uploads_is_given_up_as_early(options, deadlin
         started_s = time.monotonic()
         storage.remove_interrupted("run/", older_than_s=0)
         assert time.monotonic() - started_s < 20
+        wait_until(lambda: len(opened) >= 3, "the server takes them")
         assert len(opened) == 3
     assert "Read timeout" in caplog.text
 
