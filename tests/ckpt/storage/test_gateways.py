@@ -648,17 +648,21 @@ class SilentRelay(TcpRelay):
     ids=["get_bytes", "list", "put_bytes"],
 )
 def test_a_server_behind_a_connection_that_fell_silent_is_given_up(sshd, tmp_path, monkeypatch, call):
-    monkeypatch.setattr(fsspec_connections, "_LONGEST_SILENCE_S", 1.0)
     relay = SilentRelay(sshd.port)
     relay.accept()
     with contextlib.ExitStack() as ended:
         ended.callback(relay.refuse)
         ended.callback(relay.may_pass.set)
-        storage = FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", {**sshd.options(), "port": relay.port})
-        storage.put_bytes("run/x", b"1")
-        relay.may_pass.clear()
-        with pytest.raises(StorageError) as caught:
-            call(storage)
+        storage, other = (
+            FsspecStorage(f"sftp://127.0.0.1{tmp_path}/store", {**sshd.options(), "port": relay.port}) for _ in range(2)
+        )
+        other.put_bytes("run/x", b"1")
+        with monkeypatch.context() as patch:
+            patch.setattr(fsspec_connections, "_LONGEST_SILENCE_S", 5.0)  # of a connection from its beginning on
+            storage.size("run/x")
+            relay.may_pass.clear()
+            with pytest.raises(StorageError) as caught:
+                call(storage)
         assert classify(caught.value) == "transient"
         relay.may_pass.set()
         assert storage.get_bytes("run/x") == b"1"
