@@ -1,6 +1,7 @@
 """The page of a sweep: its state, the pictures of its trials and parameters, and the table of its trials; pure Markdown."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from .view import SeenTrial, SweepView, count_states
 
 _MAX_ROWS = 100
 _MAX_COLUMNS = 6
+_WHICH_RANK = re.compile(r"^rank \d+ of attempt \d+.*? failed: ")  # the page of the trial tells it
 _NOT_ENOUGH = "It takes eight trials that have ended with a value to determine which parameters matter."
 
 
@@ -142,11 +144,12 @@ def _table(view: SweepView, trials: Sequence[SeenTrial], context: SweepContext) 
         ("step", "--:"),
         *([("rung", ":--")] if context.has_rungs else []),
         *((plain_text(name), "--:") for name in names),
-        ("why", ":--"),
     ]
     yield from ("## Trials", "", f"| {' | '.join(head for head, _ in heads)} |", f"| {' | '.join(mark for _, mark in heads)} |")
     for trial in shown:
         yield f"| {' | '.join(_cells(trial, names, context))} |"
+    if reasons := list(_reasons(shown)):
+        yield from ("", *reasons)
     if len(shown) < len(trials):
         left_out = show_count(len(trials) - len(shown), "trial")
         yield from ("", f"Not shown: {left_out}; see `SweepResult.from_storage(...).trials_dataframe`.")
@@ -166,7 +169,17 @@ def _cells(trial: SeenTrial, names: Sequence[str], context: SweepContext) -> Ite
     if context.has_rungs:
         yield show_rung(trial)
     yield from (_cell(trial.parameters, name) for name in names)
-    yield "" if trial.reason is None else plain_text(shorten(trial.reason, 100))
+
+
+def _reasons(trials: Sequence[SeenTrial]) -> Iterator[str]:
+    """Yield a line for each reason of trials: below the table, whose last columns a window does not show."""
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for trial in trials:
+        if trial.reason is not None:
+            reason = plain_text(shorten(_WHICH_RANK.sub("", trial.reason)))
+            numbers.setdefault((trial.state, reason), []).append(trial.number)
+    for (state, reason), of in numbers.items():
+        yield f"- trial{'' if len(of) == 1 else 's'} {', '.join(map(str, sorted(of)))} {state}: {reason}"
 
 
 def show_rung(trial: SeenTrial) -> str:

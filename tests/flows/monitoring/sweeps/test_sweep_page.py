@@ -47,18 +47,33 @@ def pictures(page) -> dict[str, ET.Element]:
     return {name: ET.fromstring(base64.b64decode(data)) for name, data in found}
 
 
-def test_the_table_has_every_trial_the_best_first_with_its_state_rung_config_and_reason(view):
+def test_the_table_has_every_trial_the_best_first_with_its_state_rung_and_config(view):
     url = page_url("flow-run", FLOW_RUN)
     page = write_sweep(view, CONTEXT, now_s=0.0)
     rows = [line for line in page.splitlines() if line.startswith("| ")]
-    assert rows[0] == "| trial | state | loss | step | rung | lr | net/width | why |"
+    assert rows[0] == "| trial | state | loss | step | rung | lr | net/width |"
     assert rows[2:] == [
-        f"| [3]({url}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |  |",
-        f"| [4]({url}) | running | 0.9 | 1 |  | 1e-05 | 80 |  |",
-        f"| [0]({url}) | completed | 1 | 2 |  | 0.1 | 16 |  |",
-        rf"| [1]({url}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 | rung 1: 1 of 3 trials go on |",
-        rf"| [2]({url}) | failed |  | 0 |  | 0.001 | 48 | ValueError: the loss \| is NaN |",
+        f"| [3]({url}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |",
+        f"| [4]({url}) | running | 0.9 | 1 |  | 1e-05 | 80 |",
+        f"| [0]({url}) | completed | 1 | 2 |  | 0.1 | 16 |",
+        f"| [1]({url}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 |",
+        f"| [2]({url}) | failed |  | 0 |  | 0.001 | 48 |",
     ]
+
+
+def test_below_the_table_is_why_trials_ended_or_wait(view):
+    page = write_sweep(view, CONTEXT, now_s=0.0)
+    reasons = ["- trial 1 paused: rung 1: 1 of 3 trials go on", r"- trial 2 failed: ValueError: the loss \| is NaN"]
+    assert page.endswith("48 |\n\n" + "\n".join(reasons))
+
+
+def test_a_reason_of_several_trials_is_told_once_whichever_rank_failed():
+    failed = [(number, f"rank {number} of attempt 1 on machine a failed: ValueError: NaN") for number in (5, 0, 2)]
+    run, definition = store_sweep(MemoryStorage())
+    view = SweepView(run, definition)
+    view.record({number: TrialRecord(number, f"run-{number}", {}, number, "failed", reason) for number, reason in failed})
+    lines = write_sweep(view, CONTEXT, now_s=0.0).splitlines()
+    assert [line for line in lines if line.startswith("- ")] == ["- trials 0, 2, 5 failed: ValueError: NaN"]
 
 
 def test_the_head_counts_the_trials_and_the_best_is_shown_with_the_line_that_loads_it(view):
