@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import MetricRecord, newest_metrics, read_history
 from prefect_torch.ckpt.runs.index.reading import list_manifests
-from prefect_torch.ckpt.runs.metrics import Metrics, find_score, flatten_metrics
+from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, score, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.ckpt.text import show_count
@@ -206,8 +206,13 @@ def _best(result: Result, policy: RetentionPolicy) -> list[str]:
         scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]
     if not scored:
         return []
-    metrics, step = max(scored, key=lambda it: (score(it[0], name, order), it[1]))
-    return [f"{name} {show_number(find_score(metrics, name))} (best at {step})"]
+    finite = [it for it in scored if find_finite_score(it[0], name) is not None]
+    if not finite:
+        return [f"no finite {name}"]
+    metrics, step = max(finite, key=lambda it: (score(it[0], name, order), it[1]))
+    last, _ = max(scored, key=lambda it: it[1])
+    at_end = [] if find_finite_score(last, name) is not None else [f"{show_number(find_score(last, name))} at the end"]
+    return [f"{name} {show_number(find_score(metrics, name))} (best at {step})", *at_end]
 
 
 def _has_score(record: MetricRecord, name: str) -> bool:

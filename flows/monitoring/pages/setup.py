@@ -52,7 +52,7 @@ def write_setup(setup: Setup, world_size: int | None, host: str | None) -> Itera
 
 
 def write_use(setup: Setup, run: str, *, has_score: bool) -> Iterator[str]:
-    """Yield the lines that load or pull the best checkpoint; without a score the latest, since `pull` then knows no best."""
+    """Yield the lines that load or pull the best checkpoint; without a finite score the latest."""
     which, attribute = ("best", "best_checkpoints[0][0]") if has_score else ("latest", "checkpoint")
     yield from ("", f"The {which} checkpoint in Python, for `load_state` or `as_directory`, and from a shell:", "")
     yield from ("```python", "from prefect_torch.flows import Result")

@@ -244,4 +244,6 @@ def _checkpoints(run: str, view: RunView, context: SummaryContext) -> Iterator[s
     total = show_bytes(checkpoints.bytes)
     yield f"{checkpoints.num} in storage, {total} in total; the newest is `{newest.id}`, step {newest.step}."
     if context.setup is not None:
-        yield from write_use(context.setup, run, has_score=context.first_metric is not None)
+        first = context.first_metric
+        has_best = first is not None and any(find_finite_score(it.metrics, first) is not None for it in checkpoints.held)
+        yield from write_use(context.setup, run, has_score=has_best)

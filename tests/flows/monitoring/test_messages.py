@@ -1,6 +1,7 @@
 """The line that a completed training leaves in the list of runs, and what its log warns of."""
 
 import logging
+import math
 import threading
 from io import StringIO
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ LOSSES = [(step, {"epoch": step, "val": {"loss": abs(143 - step) + 0.0013}}) for
 
 
 BY_LOSS_ALONE = RetentionPolicy(2, "loss", "min")
+BY_HIGHEST_ALONE = RetentionPolicy(2, "loss", "max")
 BY_LOSS, BY_HIGHEST = RetentionPolicy(2, "val/loss", "min"), RetentionPolicy(2, "val/loss", "max")
 ODD = [(100, {}), (200, {"loss": float("nan")})]
 
@@ -57,7 +59,13 @@ ODD = [(100, {}), (200, {"loss": float("nan")})]
             "2 steps, loss 2 (best at 1), 1 attempt",
         ),
         (result_of((0, {"loss": 3}), logged=(500, {"loss": 1})), BY_LOSS_ALONE, "1 step, loss 3 (best at 0), 1 attempt"),
-        (result_of(*ODD), RetentionPolicy(1, "loss"), "200 steps, loss nan (best at 200), 1 attempt"),
+        (result_of(*ODD), RetentionPolicy(1, "loss"), "200 steps, no finite loss, 1 attempt"),
+        (result_of((5, {"loss": 1}), *ODD), BY_LOSS_ALONE, "200 steps, loss 1 (best at 5), nan at the end, 1 attempt"),
+        (
+            result_of((5, {"loss": 1}), (6, {"loss": math.inf})),
+            BY_HIGHEST_ALONE,
+            "6 steps, loss 1 (best at 5), inf at the end, 1 attempt",
+        ),
         (result_of((0, {"done": True})), RetentionPolicy(), "1 step, 1 attempt"),
         (result_of(), RetentionPolicy(), "no report, 1 attempt"),
     ],

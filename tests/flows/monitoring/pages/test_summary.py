@@ -347,3 +347,10 @@ def test_the_setup_and_how_to_use_the_best_checkpoint_are_shown(store):
     assert "The latest checkpoint in Python" in unscored
     assert "\nresult = Result.from_storage('s3://bucket/a b', 'run')\ncheckpoint = result.checkpoint\n" in unscored
     assert "$ prefect-torch pull 's3://bucket/a b' run latest ./model" in unscored
+
+
+def test_a_checkpoint_whose_score_is_nan_is_not_called_the_best(store):
+    view = view_of(store, AttemptStarted(claim(1), None), commit(1, 3, score=float("nan")))
+    page = page_of(view, replace(CONTEXT, first_metric="score", setup=Setup("/store", None, "8 CPUs")))
+    assert "The latest checkpoint in Python" in page
+    assert "best" not in page
