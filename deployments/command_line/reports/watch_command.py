@@ -63,6 +63,14 @@ class View:
         """The state of the newest attempt, as `ls` names it."""
         return "not started" if self.status is None else self.status.state
 
+    @property
+    def reason(self) -> str:
+        """Why the newest attempt ended, in a line; empty while it runs, and if it completed."""
+        if self.state == "lost":
+            return "its process is gone; the next training of this name continues"
+        outcome = None if self.status is None else self.status.outcome
+        return "" if outcome is None else plain((outcome.error or "").strip().partition("\n")[0])
+
 
 @dataclass(slots=True)
 class Watcher:
@@ -215,7 +223,8 @@ def news(before: View, now: View) -> Iterator[str]:
     attempts = [None if view.status is None else view.status.attempt.number for view in (before, now)]
     if (attempts[0], before.state) != (attempts[1], now.state):
         again = "; it may begin again" if now.may_begin_again else ""
-        yield now.state if attempts[1] is None else f"attempt {attempts[1]} is {now.state}{again}"
+        reason = f": {now.reason}" if now.reason else ""
+        yield now.state if attempts[1] is None else f"attempt {attempts[1]} is {now.state}{reason}{again}"
 
 
 def _new_records(before: Sequence[MetricRecord], now: Sequence[MetricRecord]) -> Sequence[MetricRecord]:
@@ -243,6 +252,8 @@ def _picture(run: str, view: View, metrics: MetricLines, width: int) -> Table:
     metrics.add(view.history)
     picture = Table.grid()
     picture.add_row(_headline(run, view))
+    if view.reason:
+        picture.add_row(Text(view.reason, overflow="fold"))
     for line in (_speed(view), *metrics.shown(width), "", *_checkpoint_lines(view)):
         picture.add_row(Text(line, overflow="ellipsis", no_wrap=True))
     return picture

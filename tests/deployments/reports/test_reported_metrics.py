@@ -259,6 +259,25 @@ def test_a_single_look_tells_whether_the_training_completed(local, command, tmp_
     assert command("watch", local, "run", "--once")[0] == expected
 
 
+def test_the_last_line_and_the_picture_say_why_an_attempt_ended(local, command, tmp_path):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    number = newest_attempt(store).number
+    error = f"rank 1 of attempt {number} failed: ValueError: no\x1b[2J labels"
+    write_outcome(store, Outcome(number, "failed", None, "final", f"{error}\nTraceback"))
+    shown = f"rank 1 of attempt {number} failed: ValueError: no [2J labels"
+    assert command("watch", local, "run")[1].splitlines()[-1] == f"attempt {number} is failed: {shown}"
+    console = Console(width=40, file=io.StringIO())
+    console.print(watch_command._picture("run", Watcher(store).look(), MetricLines(), 40))
+    assert shown in " ".join(console.file.getvalue().split())
+
+
+def test_of_a_killed_attempt_it_says_that_its_process_is_gone_and_what_continues(local, command, tmp_path, monkeypatch):
+    monkeypatch.setattr(Owner, "is_process_gone", lambda _: True)
+    store_run(local, tmp_path / "scratch", ending=None)
+    last = command("watch", local, "run")[1].splitlines()[-1]
+    assert last == "attempt 2 is lost: its process is gone; the next training of this name continues"
+
+
 def test_a_look_reads_no_chunk_again(local, tmp_path, monkeypatch):
     watcher = Watcher(store_run(local, tmp_path / "scratch", ending=None))
     assert len(watcher.look().history) == 3
