@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 import click
 from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, read_status
-from prefect_torch.ckpt.runs.history import MetricRecord
+from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.parts.metric_chunks import Chunk, read_records
@@ -74,7 +74,7 @@ class View:
 
 @dataclass(slots=True)
 class Watcher:
-    """Reads a run repeatedly, and only the new objects of its history."""
+    """Reads a run repeatedly, and only the new objects of its history, until its process is gone."""
 
     store: CheckpointStore
     _known: dict[Chunk, dict[int, MetricRecord]] = field(default_factory=dict)
@@ -83,8 +83,14 @@ class Watcher:
     def look(self) -> View:
         """Return the present view; costs three listings and a small read for each new object."""
         status = read_status(self.store)  # first: all that an attempt reported is stored before its outcome
-        history = read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
-        return View(status, history, sorted(self.store.ids()))
+        return View(status, self._read_reports(status), sorted(self.store.ids()))
+
+    def _read_reports(self, status: AttemptStatus | None) -> Sequence[MetricRecord]:
+        if (
+            status is not None and status.state == "lost"
+        ):  # the last reports of a killed leader are known from checkpoints alone
+            return read_history(self.store)
+        return read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
 
     def look_again(self, before: View) -> View:
         """Return the present view; the one before, with a note, while the storage does not answer: the training waits, too."""

@@ -278,6 +278,18 @@ def test_of_a_killed_attempt_it_says_that_its_process_is_gone_and_what_continues
     assert last == "attempt 2 is lost: its process is gone; the next training of this name continues"
 
 
+def test_the_last_reports_of_a_killed_leader_are_those_of_its_checkpoints(local, command, tmp_path, monkeypatch):
+    store = CheckpointStore.open(local, "run")
+    attempt = ranks.Attempt(store)
+    for step in range(2):  # no report is stored: the leader is killed before
+        attempt.session().report({"loss": step}, ranks.folder(tmp_path / str(step), m="x"), step=step)
+    assert Watcher(store).look().history == []
+    monkeypatch.setattr(Owner, "is_process_gone", lambda _: True)
+    lines = command("watch", local, "run")[1].splitlines()
+    assert [line for line in lines if "loss" in line][-1] == "attempt 1, step 1: loss=1"
+    assert [record.step for record in Watcher(store).look().history] == [0, 1]
+
+
 def test_a_look_reads_no_chunk_again(local, tmp_path, monkeypatch):
     watcher = Watcher(store_run(local, tmp_path / "scratch", ending=None))
     assert len(watcher.look().history) == 3
