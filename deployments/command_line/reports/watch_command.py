@@ -186,10 +186,11 @@ class Settling:
 def watch(storage: str, run: str, every: float, settle: float, silent: float, once: bool) -> int:
     """Show a running training until it ends.
 
-    Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints a
-    line for each report, checkpoint and change of state instead. Reads only the storage, which has reports two seconds after
-    they were made; once a look has succeeded, waits while the storage is away. After an attempt that failed, waits --settle
-    seconds for the next one, unless the process that led it is known to be gone; a restart by an automation is not awaited.
+    Shows its state, the newest metrics with their curves, its speed and the newest checkpoints. Without a terminal, prints the
+    newest report and checkpoint and the state, then a line for each further report, checkpoint and change of state. Reads only
+    the storage, which has reports two seconds after they were made; once a look has succeeded, waits while the storage is away.
+    After an attempt that failed, waits --settle seconds for the next one, unless the process that led it is known to be gone; a
+    restart by an automation is not awaited.
     A training on another machine, or in another container, is "unknown" until it ends. It stays so if it is killed, and is
     watched for ever without --silent.
     Exits with 0 if the training completed, else with 1, with --once also while it runs. Costs three listings for each look.
@@ -210,7 +211,7 @@ def watch(storage: str, run: str, every: float, settle: float, silent: float, on
 
 
 def _print_news(watcher: Watcher, view: View, settling: Settling, every: float, *, once: bool) -> View:
-    before = View(None, (), ())
+    before = View(None, view.history[:-1], view.checkpoints[:-1])  # of the past, the newest report and checkpoint
     while True:
         for line in news(before, view):
             say(line)
