@@ -1,6 +1,8 @@
 """The log of a flow run, from Prefect's API."""
 
+import logging
 from collections.abc import Iterator
+from datetime import timezone
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -14,7 +16,7 @@ _FAILED = "Finished in state Failed('"
 
 
 def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
-    """Yield the lines of a flow run and its task runs, oldest first: time, task run and message.
+    """Yield the lines of a flow run and its task runs, oldest first: time (UTC), level, task run and message.
 
     Args:
         flow_run_id: The flow run.
@@ -41,7 +43,8 @@ def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], 
     for line in read_pages(client.read_logs, log_filter=wanted, sort=LogSort.TIMESTAMP_ASC):
         name = names.get(line.task_run_id, "task run") if line.task_run_id is not None else "flow"
         if rank is None or _is_of(rank, name, line.message):
-            yield f"{line.timestamp:%Y-%m-%d %H:%M:%S} {name}: {line.message}"
+            at = line.timestamp.astimezone(timezone.utc)
+            yield f"{at:%Y-%m-%dT%H:%M:%SZ} {logging.getLevelName(line.level)} {name}: {line.message}"
 
 
 def _is_of(rank: int, task_run: str, message: str) -> bool:

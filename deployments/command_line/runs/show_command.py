@@ -136,7 +136,7 @@ def _print_run(run: dict[str, Any]) -> None:
         _print_attempt(attempt)
     say("")
     first, last = _to_second(run["first_report_at"]), _to_second(run["last_report_at"])
-    say(show_count(run["reports"], "report") + (f" from {first} to {last}" if run["reports"] else ""))
+    say(show_count(run["reports"], "report") + (f" from {first} to {last} (UTC)" if run["reports"] else ""))
     if run["metrics"]:
         summaries = [MetricSummary(**fields) for fields in run["metrics"]]
         print_table(

@@ -83,7 +83,7 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         client.create_logs([
             LogCreate(
                 name="x",
-                level=20,
+                level=40 if "failed" in message else 20,
                 message=message,
                 timestamp=datetime(2030, 1, 1, 1, number // 60, number % 60, tzinfo=timezone.utc),
                 flow_run_id=flow_run_id,
@@ -93,13 +93,13 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
         ])  # fmt: skip
     code, out, err = command("logs", local, "run")
     assert (code, err) == (0, "")
-    node = "2030-01-01 01:00:01 node-0: ranks 4-6: rank 4: four"
-    of_ranks = "2030-01-01 01:00:02 rank-0: zero:\n  at  x\n2030-01-01 01:00:03 rank-1: one\n"
-    assert f"2030-01-01 01:00:00 flow: begins\n{node}\n{of_ranks}" in out
-    assert "2030-01-01 01:04:13 rank-1: line 249\n" in out
+    node = "2030-01-01T01:00:01Z INFO node-0: ranks 4-6: rank 4: four"
+    of_ranks = "2030-01-01T01:00:02Z INFO rank-0: zero:\n  at  x\n2030-01-01T01:00:03Z INFO rank-1: one\n"
+    assert f"2030-01-01T01:00:00Z INFO flow: begins\n{node}\n{of_ranks}" in out
+    assert "2030-01-01T01:04:13Z INFO rank-1: line 249\n" in out
     of_first = command("logs", local, "run", "--rank", "0")[1].splitlines()
-    assert of_first[-4:-2] == ["2030-01-01 01:00:02 rank-0: zero:", "  at  x"]
-    assert of_first[-2:] == ["2030-01-01 01:04:14 train-run: rank 0 of attempt 1 failed:", "  here"]
+    assert of_first[-4:-2] == ["2030-01-01T01:00:02Z INFO rank-0: zero:", "  at  x"]
+    assert of_first[-2:] == ["2030-01-01T01:04:14Z ERROR train-run: rank 0 of attempt 1 failed:", "  here"]
     assert command("logs", local, "run", "--rank", "6")[1].endswith(
         "node-0: ranks 4-6: Finished in state Failed('rank 6 of attempt 1')\n"
     )
