@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from prefect import Flow
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ParameterBindError, ParameterTypeError
+from prefect.exceptions import ParameterBindError, ParameterTypeError, SignatureMismatchError
 from prefect.transactions import BaseTransaction
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.parameters import as_shown
@@ -72,9 +72,12 @@ class ShortTracebackFlow(Flow[P, R]):
                 is_called.reset(token)
 
         def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
-            """Return the valid parameters; see `prefect.Flow`. The error is one line, as a state's message is."""
+            """Return the valid parameters; see `prefect.Flow`. The error is one line, as a state's, and not logged."""
+            shorten_logs()
             try:
                 return super().validate_parameters(parameters)
+            except SignatureMismatchError as exc:
+                raise SignatureMismatchError(explain_unbound(self.fn, (), parameters) or str(exc)) from None
             except ParameterTypeError as exc:
                 first, *others = str(exc).split("\n - ")
                 raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None

@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from forked_programs import run_program
 from prefect.filesystems import LocalFileSystem
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import api_that_answers
@@ -808,6 +809,22 @@ class Refusing(BaseHTTPRequestHandler):
 
     def log_message(self, *words):
         pass
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scaling": {"num_workers": "x"}}, "invalid parameters: scaling.num_workers: Input should be a valid integer"),
+        ({"scalin": {}}, r"train\(\) got an unexpected keyword argument 'scalin'; it takes train_fn, config, scaling, "),
+        ({"num_workers": 2}, r"'num_workers'; give scaling=ScalingConfig\(num_workers=\.\.\.\)"),
+    ],
+)
+def test_parameters_that_are_refused_are_one_line_and_no_log(given, said):
+    words = ["plan", "--params", json.dumps({"train_fn": "os:getcwd", **given})]
+    program = f"import sys; from prefect_torch.deployments.command_line.program import run; sys.exit(run({words!r}))"
+    done = run_program([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert re.search(said, done.stderr)
 
 
 def test_a_plan_whose_server_is_away_or_refuses_is_one_line(command):
