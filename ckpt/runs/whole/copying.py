@@ -156,50 +156,7 @@ def copy_planned(plan: CopyPlan, source: Storage, target: Storage, advance: Call
 
     """
     _check_not_trained(plan.layout, plan.records, target)  # again: a plan may take minutes
-
-    def copy_one(item: tuple[str, str, FileEntry]) -> int:
-        marks.renew()
-        manifest, key, entry = item
-        with _naming_missing(key, manifest, source):
-            copied = 0 if _is_there(key, entry, target) else _copy_file(key, entry, source, target)
-        advance(entry.bytes)
-        return copied
-
-    def copy_as_is(info: ObjectInfo) -> int:
-        copied = 0 if find_size(target, info.key) == info.bytes else _copy_as_is(info.key, source, target)
-        advance(info.bytes)
-        return copied
-
-    def copy_attached(checkpoint_id: str) -> None:
-        _copy_records(plan.attached[checkpoint_id], source, target)
-
-    def copy_manifest(manifest: Manifest) -> None:
-        key = layout.manifest(manifest.id)
-        with _naming_missing(key, key, source):
-            _copy_manifest(key, manifest, source, target)
-
-    layout = plan.layout
-    intact = {it for it in plan.aside if find_size(target, layout.manifest(it)) is not None}  # copied before the damage
-    notes = {layout.quarantine(it) for it in intact}
-    _copy_records({key: size for key, size in plan.records.items() if key not in notes}, source, target)
-    advance(sum(info.bytes for it in intact for info in plan.aside[it]))
-    copied = sum(for_each([info for it in plan.aside.keys() - intact for info in plan.aside[it]], copy_as_is))
-    for_each(plan.attached.keys() - {manifest.id for manifest in plan.checkpoints}, copy_attached)
-    aside_there = {info.key for info in target.list(layout.quarantined)}
-    for batch in _batches(plan.checkpoints):
-        marks = _IncomingMarks([layout.incoming(it.id) for it in batch], target)
-        marks.renew()
-        files = [(layout.manifest(it.id), layout.data(it.id, entry.path), entry) for it in batch for entry in it.files]
-        copied += sum(for_each(files, copy_one))
-        for it in batch:
-            _check_distinct(layout, it, target)
-        for_each([it.id for it in batch], copy_attached)
-        for_each(batch, copy_manifest)
-        for_each(batch, lambda it: _check_stays(layout, it, target))
-        target.delete(aside_there.intersection(layout.quarantine(it.id) for it in batch))  # restored since an earlier copy
-        marks.remove()
-    _copy_records(plan.logs, source, target)
-    return copied
+    return _RunCopy(plan, source, target, advance).run()
 
 
 class _IncomingMarks:
@@ -238,101 +195,163 @@ def _batches(checkpoints: Iterable[Manifest]) -> Iterator[list[Manifest]]:
         yield batch
 
 
-def _check_distinct(layout: Layout, manifest: Manifest, target: Storage) -> None:
-    folder = target.local_path(layout.data(manifest.id))
-    if (problem := find_kept_as_one(folder, (entry.path for entry in manifest.files))) is not None:
-        raise FileExistsError(f"the filesystem of {target.url} {problem} in checkpoint {manifest.id}: give another storage")
+class _RunCopy:
+    """One copy of what a plan has; see `copy_planned`."""
 
+    def __init__(self, plan: CopyPlan, source: Storage, target: Storage, advance: Callable[[int], None]) -> None:
+        self._plan = plan
+        self._layout = plan.layout
+        self._source = source
+        self._target = target
+        self._advance = advance
 
-def _check_stays(layout: Layout, manifest: Manifest, target: Storage) -> None:
-    """Remove a checkpoint that lacks data by now: a collection that began before its mark may have taken them for garbage."""
-    sizes = {layout.data(manifest.id, entry.path): entry.bytes for entry in manifest.files}
-    if (differs := find_other_size(target, layout.data(manifest.id), sizes)) is not None:
-        target.delete([layout.manifest(manifest.id)])
-        raise StorageError(f"{target.url}/{differs[0]} was deleted while its checkpoint was copied: the same command continues")
+    def run(self) -> int:
+        """Copy everything, and return the number of bytes of data that were copied."""
+        plan, layout, target = self._plan, self._layout, self._target
+        intact = {it for it in plan.aside if find_size(target, layout.manifest(it)) is not None}  # copied before the damage
+        notes = {layout.quarantine(it) for it in intact}
+        self._copy_records({key: size for key, size in plan.records.items() if key not in notes})
+        copied = self._copy_aside(intact)
+        aside_there = {info.key for info in target.list(layout.quarantined)}
+        copied += sum(self._copy_batch(batch, aside_there) for batch in _batches(plan.checkpoints))
+        self._copy_records(plan.logs)
+        return copied
 
+    def _copy_aside(self, intact: Collection[str]) -> int:
+        """Copy the data of checkpoints in quarantine, except of those that are intact in the target, and what is attached."""
+        aside = self._plan.aside
+        self._advance(sum(info.bytes for it in intact for info in aside[it]))
+        copied = sum(for_each([info for it in aside.keys() - intact for info in aside[it]], self._copy_as_is))
+        for_each(self._plan.attached.keys() - {it.id for it in self._plan.checkpoints}, self._copy_attached)
+        return copied
 
-def _is_there(key: str, entry: FileEntry, target: Storage) -> bool:
-    try:
-        return target.size(key) == entry.bytes and target.digest(key).digest == entry.digest
-    except FileNotFoundError:
-        return False
+    def _copy_as_is(self, info: ObjectInfo) -> int:
+        copied = 0
+        if find_size(self._target, info.key) != info.bytes:
+            with suppress(FileNotFoundError), self._as_file(info.key) as path:  # if its time in quarantine is over
+                copied = self._target.put_file(info.key, path).bytes
+        self._advance(info.bytes)
+        return copied
 
+    def _copy_batch(self, batch: Sequence[Manifest], aside_there: set[str]) -> int:
+        """Copy checkpoints, each manifest after all data of the batch; their marks stay if that fails."""
+        layout = self._layout
+        marks = _IncomingMarks([layout.incoming(it.id) for it in batch], self._target)
+        marks.renew()
+        files = [(it, entry) for it in batch for entry in it.files]
+        copied = sum(for_each(files, lambda file: self._copy_file(*file, marks)))
+        for it in batch:
+            self._check_distinct(it)
+        for_each([it.id for it in batch], self._copy_attached)
+        for_each(batch, self._copy_manifest)
+        for_each(batch, self._check_stays)
+        restored = aside_there.intersection(layout.quarantine(it.id) for it in batch)  # since an earlier copy
+        self._target.delete(restored)
+        marks.remove()
+        return copied
 
-@contextmanager
-def _naming_missing(key: str, manifest: str, source: Storage) -> Iterator[None]:
-    """Name the object of the source that is missing, and what to do; a prune deletes the manifest first."""
-    try:
-        yield
-    except FileNotFoundError as exc:
-        path = source.local_path(key)
-        if find_size(source, key) is not None or (path is not None and path.exists()):  # the target lacks something, or no file
-            raise
-        if find_size(source, manifest) is not None:
-            raise CheckpointCorruptError(f"{source.url}/{key} is missing, {_NOT_COPIED}") from exc
-        raise CheckpointNotFoundError(
-            f"{source.url}/{key} is gone: its checkpoint was pruned or deleted while it was copied; the same command copies "
-            "the checkpoints that are left"
-        ) from exc
+    def _copy_file(self, manifest: Manifest, entry: FileEntry, marks: _IncomingMarks) -> int:
+        marks.renew()
+        key = self._layout.data(manifest.id, entry.path)
+        with self._naming_missing(key, manifest):
+            copied = 0 if self._is_there(key, entry) else self._send(key, entry)
+        self._advance(entry.bytes)
+        return copied
 
+    def _is_there(self, key: str, entry: FileEntry) -> bool:
+        try:
+            return self._target.size(key) == entry.bytes and self._target.digest(key).digest == entry.digest
+        except FileNotFoundError:
+            return False
 
-def _copy_as_is(key: str, source: Storage, target: Storage) -> int:
-    try:
-        with _as_file(key, source) as path:
-            return target.put_file(key, path).bytes
-    except FileNotFoundError:  # its time in quarantine is over
-        return 0
-
-
-def _copy_file(key: str, entry: FileEntry, source: Storage, target: Storage) -> int:
-    differs = CheckpointCorruptError(f"{source.url}/{key} differs from what was committed, {_NOT_COPIED}")
-    with _as_file(key, source) as path:
-        # A pipe has no size here, and would block; a file that has grown could fill the target.
-        if source.local_path(key) is not None and source.size(key) != entry.bytes:
+    def _send(self, key: str, entry: FileEntry) -> int:
+        source, target = self._source, self._target
+        differs = CheckpointCorruptError(f"{source.url}/{key} differs from what was committed, {_NOT_COPIED}")
+        with self._as_file(key) as path:
+            # A pipe has no size here, and would block; a file that has grown could fill the target.
+            if source.local_path(key) is not None and source.size(key) != entry.bytes:
+                raise differs
+            sent = target.put_file(key, path)
+        if (sent.bytes, sent.digest) != (entry.bytes, entry.digest):
+            target.delete([key])
             raise differs
-        sent = target.put_file(key, path)
-    if (sent.bytes, sent.digest) != (entry.bytes, entry.digest):
-        target.delete([key])
-        raise differs
-    return sent.bytes
+        return sent.bytes
+
+    @contextmanager
+    def _as_file(self, key: str) -> Iterator[Path]:
+        """Yield an object of the source as a local file: the stored file itself if it is local, else a temporary copy."""
+        path = self._source.local_path(key)
+        if path is not None:
+            yield path
+            return
+        with scratch_folder() as folder:
+            self._source.get_file(key, folder / "file")
+            yield folder / "file"
+
+    @contextmanager
+    def _naming_missing(self, key: str, manifest: Manifest) -> Iterator[None]:
+        """Name the object of the source that is missing, and what to do; a prune deletes the manifest first."""
+        source, path = self._source, self._source.local_path(key)
+        try:
+            yield
+        except FileNotFoundError as exc:
+            is_no_file = path is not None and path.exists()
+            if is_no_file or find_size(source, key) is not None:  # then the target lacks something
+                raise
+            if find_size(source, self._layout.manifest(manifest.id)) is not None:
+                raise CheckpointCorruptError(f"{source.url}/{key} is missing, {_NOT_COPIED}") from exc
+            raise CheckpointNotFoundError(
+                f"{source.url}/{key} is gone: its checkpoint was pruned or deleted while it was copied; the same command "
+                "copies the checkpoints that are left"
+            ) from exc
+
+    def _check_distinct(self, manifest: Manifest) -> None:
+        target = self._target
+        folder = target.local_path(self._layout.data(manifest.id))
+        if (problem := find_kept_as_one(folder, (entry.path for entry in manifest.files))) is not None:
+            raise FileExistsError(f"the filesystem of {target.url} {problem} in checkpoint {manifest.id}: give another storage")
+
+    def _copy_manifest(self, planned: Manifest) -> None:
+        """Copy a manifest; if it is damaged, its content is that of the plan, from the index of manifests."""
+        key = self._layout.manifest(planned.id)
+        with self._naming_missing(key, planned):
+            try:
+                content = _read_manifest(key, self._source)
+            except CheckpointCorruptError as exc:
+                _logger.warning("%s; in the copy it is as the index of manifests has it", exc)
+                content = planned.encode()
+            self._target.put_bytes(key, content)
+
+    def _check_stays(self, manifest: Manifest) -> None:
+        """Remove a checkpoint that lacks data by now: a collection that began before its mark may have taken them."""
+        layout, target = self._layout, self._target
+        sizes = {layout.data(manifest.id, entry.path): entry.bytes for entry in manifest.files}
+        if (differs := find_other_size(target, layout.data(manifest.id), sizes)) is not None:
+            target.delete([layout.manifest(manifest.id)])
+            raise StorageError(
+                f"{target.url}/{differs[0]} was deleted while its checkpoint was copied: the same command continues"
+            )
+
+    def _copy_attached(self, checkpoint_id: str) -> None:
+        self._copy_records(self._plan.attached[checkpoint_id])
+
+    def _copy_records(self, sizes: _Sizes) -> None:
+        items = list(sizes.items())
+        for_each(items[:1], self._copy_record)  # by a run's own, an interrupted copy is known
+        for_each(items[1:], self._copy_record)
+
+    def _copy_record(self, item: tuple[str, int | None]) -> None:
+        key, size = item
+        with suppress(FileNotFoundError):  # there is no metadata, it is no sweep, or a pin was removed meanwhile
+            self._target.put_bytes(key, _read_record(key, size, self._source))
 
 
-@contextmanager
-def _as_file(key: str, source: Storage) -> Iterator[Path]:
-    """Yield the object as a local file: the stored file itself if it is local, else a temporary copy."""
-    path = source.local_path(key)
-    if path is not None:
-        yield path
-        return
-    with scratch_folder() as folder:
-        source.get_file(key, folder / "file")
-        yield folder / "file"
-
-
-def _copy_manifest(key: str, planned: Manifest, source: Storage, target: Storage) -> None:
-    """Copy a manifest; if it is damaged, its content is that of the plan, from the index of manifests."""
-
+def _read_manifest(key: str, source: Storage) -> bytes:
     def read(data: bytes) -> bytes:
         Manifest.decode(data, f"{source.url}/{key}")
         return data
 
-    try:
-        content = read_whole(source, key, read)
-    except CheckpointCorruptError as exc:
-        _logger.warning("%s; in the copy it is as the index of manifests has it", exc)
-        content = planned.encode()
-    target.put_bytes(key, content)
-
-
-def _copy_records(sizes: _Sizes, source: Storage, target: Storage) -> None:
-    def copy_one(item: tuple[str, int | None]) -> None:
-        key, size = item
-        with suppress(FileNotFoundError):  # there is no metadata, it is no sweep, or a pin was removed meanwhile
-            target.put_bytes(key, _read_record(key, size, source))
-
-    items = list(sizes.items())
-    for_each(items[:1], copy_one)  # by a run's own, an interrupted copy is known
-    for_each(items[1:], copy_one)
+    return read_whole(source, key, read)
 
 
 def _read_record(key: str, listed: int | None, source: Storage) -> bytes:
