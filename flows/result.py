@@ -15,6 +15,8 @@ from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.pages.notebook import result_html
 from prefect_torch.flows.monitoring.text import show_first_number, show_number
 
+from .result_attributes import data_frame, hinting, hints_of_rays
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -67,40 +69,19 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> "pd.DataFrame":
-        """The history as a pandas DataFrame: a column per metric ("a/b" for nested ones), and step, attempt, checkpoint,
-        reported_at and is_logged where no metric has that name. `frame[~frame["is_logged"]]` has a row for each report.
+        """The history as a pandas DataFrame, with a row per record.
+
+        It has a column per metric ("a/b" for nested ones), and step, attempt, checkpoint, reported_at and is_logged where no
+        metric has that name. `frame[~frame["is_logged"]]` has a row for each report.
 
         Raises:
             ImportError: If pandas is not installed.
 
-        """  # noqa: D205 - one sentence
-        try:
-            import pandas as pd  # noqa: PLC0415 - optional
-        except ImportError as exc:
-            raise ImportError("metrics_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .history") from exc
-        frame: pd.DataFrame = pd.DataFrame(
-            [
-                {
-                    "step": record.step,
-                    "attempt": record.attempt,
-                    "checkpoint": record.checkpoint,
-                    "reported_at": record.reported_at,
-                    "is_logged": record.is_logged,
-                    **dict(flatten_metrics(record.metrics)),
-                }
-                for record in self.history
-            ]
-        )
-        return frame
+        """
+        return data_frame([_row(record) for record in self.history], "metrics_dataframe", "history")
 
-    if not TYPE_CHECKING:  # else a type checker would accept any attribute
-
-        def __getattr__(self, name: str) -> object:
-            """Raise AttributeError; for an attribute of Ray's, its message has the replacement."""
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # raises the error of a property that raised AttributeError itself
-            hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:
+        __getattr__ = hinting(hints_of_rays(_INSTEAD_OF))
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the curves, the kept checkpoints, and the lines that load one."""
@@ -178,6 +159,17 @@ def read_result(store: CheckpointStore) -> Result:
         resumed_from=attempt.resumed_from,
         return_value=None if outcome is None else outcome.return_value,
     )
+
+
+def _row(record: MetricRecord) -> dict[str, Any]:
+    return {
+        "step": record.step,
+        "attempt": record.attempt,
+        "checkpoint": record.checkpoint,
+        "reported_at": record.reported_at,
+        "is_logged": record.is_logged,
+        **dict(flatten_metrics(record.metrics)),
+    }
 
 
 def summarize(result: Result, policy: RetentionPolicy) -> str:

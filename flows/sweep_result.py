@@ -19,6 +19,7 @@ from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, Tri
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
 
 from .result import Result
+from .result_attributes import data_frame, hinting, hints_of_rays
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,10 +35,14 @@ _INSTEAD_OF = {  # attributes of Ray's ResultGrid and ExperimentAnalysis
     "num_terminated": "count the trials by their state",
     "experiment_path": "write path",
 }
-
-
 _OF_RAYS_TRIALS = {"last_result": "metrics", "evaluated_params": "config", "status": "state", "trial_id": "number"}
 _OF_RAYS_TRIALS |= dict.fromkeys(("logdir", "local_path"), "result.path")
+
+
+def _hint_for_trial(name: str) -> str:
+    """Return where a trial has an attribute of its result, or of Ray's trials."""
+    at = f"result.{name}" if not name.startswith("_") and hasattr(Result, name) else _OF_RAYS_TRIALS.get(name)
+    return "" if at is None else f": write trial.{at}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +86,8 @@ class Trial:
         except FileNotFoundError:
             return None
 
-    if not TYPE_CHECKING:  # so that a type checker reports unknown attributes
-
-        def __getattr__(self, name: str) -> object:
-            """Raise AttributeError; for an attribute of its result or of Ray's trials, name the equivalent."""
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # raises again the error of a property that raised AttributeError
-            at = f"result.{name}" if not name.startswith("_") and hasattr(Result, name) else _OF_RAYS_TRIALS.get(name)
-            hint = "" if at is None else f": write trial.{at}"
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:
+        __getattr__ = hinting(_hint_for_trial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,40 +167,19 @@ class SweepResult:
 
     @property
     def trials_dataframe(self) -> "pd.DataFrame":
-        """A row per trial: its config as "config/a/b", its metrics as "a/b", and number, state, reason and run where no metric
-        has that name.
+        """The trials as a pandas DataFrame, with a row per trial.
+
+        It has its config as "config/a/b", its metrics as "a/b", and number, state, reason and run where no metric has that
+        name.
 
         Raises:
             ImportError: If pandas is not installed.
 
-        """  # noqa: D205 - one sentence
-        try:
-            import pandas as pd  # noqa: PLC0415 - optional
-        except ImportError as exc:
-            raise ImportError("trials_dataframe needs pandas: pip install 'prefect-torch[pandas]'; or use .trials") from exc
-        frame: pd.DataFrame = pd.DataFrame(
-            [
-                {
-                    "number": trial.number,
-                    "state": trial.state,
-                    "reason": trial.reason,
-                    "run": trial.run,
-                    **dict(flatten_metrics(trial.config, "config/")),
-                    **dict(flatten_metrics(trial.metrics)),
-                }
-                for trial in self.trials
-            ]
-        )
-        return frame
+        """
+        return data_frame([_row(trial) for trial in self.trials], "trials_dataframe", "trials")
 
-    if not TYPE_CHECKING:  # so that a type checker reports unknown attributes
-
-        def __getattr__(self, name: str) -> object:
-            """Raise AttributeError; for an attribute of Ray's results, name the equivalent."""
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)  # raises again the error of a property that raised AttributeError
-            hint = f", which is Ray's: {_INSTEAD_OF[name]}" if name in _INSTEAD_OF else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:
+        __getattr__ = hinting(hints_of_rays(_INSTEAD_OF))
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the parameters in a picture, the best trials, and the line that loads a checkpoint."""
@@ -249,6 +226,17 @@ class SweepResult:
 
     def _scores(self, trial: Trial) -> list[float] | None:
         return scores_in(trial.metrics, trial.state, self.metrics, self.modes)
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    return {
+        "number": trial.number,
+        "state": trial.state,
+        "reason": trial.reason,
+        "run": trial.run,
+        **dict(flatten_metrics(trial.config, "config/")),
+        **dict(flatten_metrics(trial.metrics)),
+    }
 
 
 def _seen(trial: Trial, metric: str) -> SeenTrial:
