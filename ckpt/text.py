@@ -72,6 +72,11 @@ def clip(text: str, most: int = 10_000) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
 
 
+def headline(text: str | None) -> str:
+    """Return the first line of an error, in which it says what has happened; "" if there is none."""
+    return (text or "").strip().partition("\n")[0]
+
+
 def encodable(text: str) -> str:
     """Return `text` with its lone surrogates, such as half an emoji, and NULs escaped: UTF-8 or PostgreSQL cannot hold them."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")

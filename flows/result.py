@@ -11,7 +11,7 @@ from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score, find_score, flatten_metrics
 from prefect_torch.ckpt.runs.retention import Order, score, sort_by_score
 from prefect_torch.ckpt.storage.opening import StorageLike
-from prefect_torch.ckpt.text import show_count
+from prefect_torch.ckpt.text import headline, show_count
 from prefect_torch.flows.monitoring.pages.notebook import result_html
 from prefect_torch.flows.monitoring.text import show_first_number, show_number
 
@@ -91,8 +91,7 @@ class Result:
         if steps:
             outcome += f", {len(steps)} report{'s' * (len(steps) != 1)} up to step {steps[-1]}"
         if self.error is not None:
-            line, _, _ = str(self.error).strip().partition("\n")
-            outcome += f"; {line or type(self.error).__name__}"
+            outcome += f"; {headline(str(self.error)) or type(self.error).__name__}"
         return result_html(self.path, outcome, self.history, [(it.path, metrics) for it, metrics in self.best_checkpoints])
 
     def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.metrics import flatten_metrics
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import headline, show_bytes, show_count
 from prefect_torch.tasks.training.observers import (
     AttemptEnded,
     AttemptStarted,
@@ -138,7 +138,7 @@ class TrainingProgress:
 def _ending(outcome: Outcome) -> str:
     if outcome.ending in TERMINATED:  # the log says why, and what is safe
         return f"attempt {outcome.attempt} {outcome.ending}"
-    reason = (outcome.error or "").strip().partition("\n")[0]
+    reason = headline(outcome.error)
     if f"attempt {outcome.attempt} " in reason:
         return reason
     return f"attempt {outcome.attempt} {outcome.ending}" + (f": {reason}" if reason else "")

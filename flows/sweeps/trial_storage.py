@@ -21,6 +21,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.metrics import Metrics, add_newest, clean_metrics
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.whole.trials import pin_token_of
+from prefect_torch.ckpt.text import headline
 from prefect_torch.flows.sweeps.journal.events import Source
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -61,7 +62,7 @@ def end_of(run: Run, outcome: Outcome) -> TrialEnd | None:
         return None
     if outcome.ending == "completed":
         return end_of_returned(run, outcome.return_value)
-    reason = (outcome.error or "").strip().partition("\n")[0] or outcome.ending
+    reason = headline(outcome.error) or outcome.ending
     return TrialEnd("failed", reason, newest_of_each(read_history(run)))
 
 

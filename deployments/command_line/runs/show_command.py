@@ -14,7 +14,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metrics
 from prefect_torch.ckpt.runs.quarantine import why_quarantined
 from prefect_torch.ckpt.runs.whole.trials import is_sweep
-from prefect_torch.ckpt.text import show_bytes, show_count
+from prefect_torch.ckpt.text import headline, show_bytes, show_count
 from prefect_torch.deployments.command_line.arguments import (
     json_option,
     metric_option,
@@ -177,9 +177,8 @@ def _to_second(iso: str | None) -> str | None:
 
 
 def _reason(kind: str | None, error: str | None) -> str | None:
-    """Return the kind and the first line of the error, as the summary page does; --json has the whole traceback."""
-    line = (error or "").strip().partition("\n")[0]
-    return ": ".join(filter(None, [kind, line])) or None
+    """Return the kind and the first line of the error; --json has the whole traceback."""
+    return ": ".join(filter(None, [kind, headline(error)])) or None
 
 
 def _print_checkpoint(checkpoint: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from prefect_torch.ckpt.errors import FencedError
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.metrics import find_finite_score
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
-from prefect_torch.ckpt.text import clip, show_bytes, show_count
+from prefect_torch.ckpt.text import clip, headline, show_bytes, show_count
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.drawing.curves import Curve, Point
 from prefect_torch.flows.monitoring.pages.drawing.svg import as_data_url
@@ -212,7 +212,7 @@ def _reason(log: AttemptLog) -> str:
         return "" if log.is_running else "killed with its flow's process, or overtaken by the next attempt"
     if log.outcome.error is None:
         return ""
-    error = plain_text(shorten(log.outcome.error.strip().split("\n", 1)[0]))
+    error = plain_text(shorten(headline(log.outcome.error)))
     return f"{log.outcome.kind}: {error}" if log.outcome.kind else error
 
 
