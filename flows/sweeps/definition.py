@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
-from prefect_torch.flows.sweeps.domains import as_stored, find_domain
+from prefect_torch.flows.sweeps.domains import as_stored, find_domain, parse_space
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import is_same
 
@@ -116,7 +116,8 @@ def find_definition(run: Run, given: Definition, *, may_differ: bool = False) ->
     """
     known = read_definition(run)
     for name in () if known is None else ("space", "metrics", "modes"):
-        if not is_same(getattr(known, name), getattr(given, name)):
+        compare = _is_same_space if name == "space" else is_same
+        if not compare(getattr(known, name), getattr(given, name)):
             if may_differ:
                 return None
             raise ValueError(
@@ -124,6 +125,11 @@ def find_definition(run: Run, given: Definition, *, may_differ: bool = False) ->
                 f"{getattr(given, name)!r}: give it another name, or resume='never' to begin it again"
             )
     return known
+
+
+def _is_same_space(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two spaces are equal, however they are written: a domain as a dict may leave out a default."""
+    return is_same(one, other) or parse_space(one) == parse_space(other)
 
 
 def settle_definition(given: Definition, known: Definition | None, *, has_seed: bool) -> Definition:

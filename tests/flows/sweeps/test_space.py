@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, choice, grid, loguniform, randint, uniform
-from prefect_torch.flows.sweeps.definition import define
+from prefect_torch.flows.sweeps.definition import define, find_definition, store_definition
 from prefect_torch.flows.sweeps.domains import parse_space
 from prefect_torch.flows.sweeps.optuna_study.study import check_search, grid_points
 from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
@@ -217,3 +218,15 @@ def test_very_many_options_are_not_compared_with_each_other():
     chosen = dict(parse_space({"file": choice(options)}).items)["file"]
     assert chosen.labels[0] is options[0]
     assert Option.num_compared < 10_000
+
+
+def test_a_sweep_goes_on_with_an_equal_space_that_is_written_otherwise():
+    def defined(space):
+        return define("module:function", space, {}, SearchConfig(metric="loss"))
+
+    run = Run.open("memory://", "a-sweep-of-integers")
+    known = defined({"n": {"kind": "randint", "low": 1, "high": 5}})
+    store_definition(run, known)
+    assert find_definition(run, known) == find_definition(run, defined({"n": randint(1, 5)}))
+    with pytest.raises(ValueError, match="has space="):
+        find_definition(run, defined({"n": randint(1, 5, log=True)}))
