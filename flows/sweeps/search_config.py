@@ -199,9 +199,10 @@ class SearchConfig(FormModel):
     @classmethod
     def _refuse_objects(cls, made: object, info: ValidationInfo) -> object:
         if made is not None and not isinstance(made, str):
+            often = "trial: what it remembers is in the study" if info.field_name == "sampler" else "start of a sweep"
             raise ValueError(
-                f"a {info.field_name} is given by the location of a function that returns it, 'module:function', as each start "
-                f"of a sweep makes it anew, not {show_class(made)}"
+                f"a {info.field_name} is given by the location of a function that returns it, 'module:function', not "
+                f"{show_class(made)}: it is made anew for each {often}"
             )
         return made
 

@@ -122,8 +122,14 @@ def test_a_setting_that_does_not_exist_is_refused_with_the_one_that_may_be_meant
         (lambda: SearchConfig(metric="loss", scheduler="async_hyperband"), "'async_hyperband' is Ray's name: give 'asha'"),
         (lambda: SearchConfig(metric="loss", scheduler=object()), "its arguments are fields here, not object"),
         (lambda: SearchConfig(metric="loss", sampler="hyperopt"), "sampler='hyperopt' is Ray's name: give 'tpe'"),
-        (lambda: SearchConfig(metric="loss", sampler=object()), "a sampler is given by the location .*, not object"),
-        (lambda: SearchConfig(metric="loss", pruner=object()), "a pruner is given by the location .*, not object"),
+        (
+            lambda: SearchConfig(metric="loss", sampler=object()),
+            "a sampler is given by the location .*, not object: it is made anew for each trial: ",
+        ),
+        (
+            lambda: SearchConfig(metric="loss", pruner=object()),
+            "a pruner is given by the location .*, not object: it is made anew for each start",
+        ),
         (lambda: SearchConfig(metric="loss", stop=len), "return from the training function"),
         (lambda: SearchConfig(metric="loss", stop={"a": {"b": 1}}), "named with a slash: give 'a/b'"),
         (lambda: SearchConfig(metric="loss", stop={"a": {"b": {"c": 1}}}), "named with a slash: give 'a/b/c'"),
