@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class ParameterNames:
 
     def __init__(self, state: Any, *, former: bool = False) -> None:
         self.modules: list[torch.nn.Module] = []
+        self._former = former
         self._names: dict[torch.Tensor, tuple[str, str]] = {}
         for prefix, module in _modules(state, ()):
             _reshard(module)
@@ -39,8 +40,9 @@ class ParameterNames:
                 self._names.setdefault(parameter, (prefix, names[name]))
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[str | int]:
-        """Return the names of an optimizer's parameters, in its own order; their numbers if a parameter has no name."""
-        return joined_names(self.in_modules(optimizer))
+        """Return the names of an optimizer's parameters, in its own order, and the numbers of those in no module."""
+        found = self.in_modules(optimizer)
+        return _numbers(found) if self._former and None in found else joined_names(found)
 
     def in_modules(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, str] | None]:
         """Return the module and name of each parameter of an optimizer; None for a parameter in no module."""
@@ -48,13 +50,14 @@ class ParameterNames:
 
 
 def joined_names(found: list[tuple[str, str] | None]) -> list[str | int]:
-    """Return a name for each parameter, after its module's if there are several modules; numbers if one has no name."""
-    known = [name for name in found if name is not None]
-    if len(known) < len(found):
-        return list(range(len(found)))
-    if len({prefix for prefix, _ in known}) <= 1:
-        return [name for _, name in known]
-    return [f"{prefix}.{name}" for prefix, name in known]
+    """Return a name for each parameter, after its module's if there are several modules; its number if it is in no module."""
+    is_one = len({known[0] for known in found if known is not None}) <= 1
+    names = [number if it is None else it[1] if is_one else ".".join(it) for number, it in enumerate(found)]
+    return names if len({*map(str, names)}) == len(names) else _numbers(found)
+
+
+def _numbers(found: Sequence[object]) -> list[str | int]:
+    return list(range(len(found)))
 
 
 def _reshard(module: torch.nn.Module) -> None:

@@ -170,6 +170,34 @@ def test_an_optimizer_without_its_module_is_told_to_come_with_it(store):
         checkpoint.load_state({"optimizer": torch.optim.SGD(model.parameters())})
 
 
+def with_extra(model, *, first=True):
+    """Return a model, a parameter of no module, and an optimizer of both after a step."""
+    extra = torch.nn.Parameter(torch.rand(3))
+    parameters = [extra, *model.parameters()] if first else [*model.parameters(), extra]
+    optimizer = torch.optim.Adam(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    return {"model": model, "extra": extra, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("by_former", [False, True])
+@pytest.mark.parametrize("kind", [lambda: torch.nn.Linear(2, 2), lambda: torch.nn.ParameterList([torch.ones(2)])])
+def test_an_optimizer_may_have_a_parameter_of_no_module_beside_those_of_one(store, monkeypatch, by_former, kind):
+    reported, fresh = with_extra(kind()), with_extra(kind())
+    with monkeypatch.context() as patch:
+        if by_former:
+            patch.setattr("prefect_torch.ckpt.state.objects.flatten.joined_names", lambda found: list(range(len(found))))
+        checkpoint = stored(store, reported)
+    checkpoint.load_state(fresh)
+    check_equal(fresh, reported)
+
+
+def test_an_optimizer_with_a_parameter_of_no_module_at_another_place_is_refused(store):
+    checkpoint = stored(store, with_extra(torch.nn.Linear(2, 2)))
+    with pytest.raises(StateMismatchError, match=r"group 0 of 'optimizer' has other parameters: 0, 2\. "):
+        checkpoint.load_state(with_extra(torch.nn.Linear(2, 2), first=False))
+
+
 class Lookahead(torch.optim.Optimizer):
     """An optimizer around another, whose state is its own."""
 
