@@ -140,7 +140,9 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that torch.compile wraps, and any other itself: a user's may pass on the name of what is wrapped."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # it is imported where anything is compiled
     kind: Any = getattr(dynamo, "OptimizedModule", ())  # none yet while a thread imports it
-    return module._orig_mod if isinstance(module, kind) else module  # noqa: SLF001 - it has no other name
+    compiled: Any = module
+    inner: torch.nn.Module = compiled._orig_mod if isinstance(module, kind) else module  # noqa: SLF001 - it has no other name
+    return inner
 
 
 def clean_names(module: torch.nn.Module, names: Iterable[str], *, former: bool = False) -> dict[str, str]:
