@@ -25,7 +25,7 @@ from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .embedded_database import migrated_by_one, newer_database
-from .settings import unusable_home, unused_key
+from .settings import unusable_home, unused_key, using
 
 if TYPE_CHECKING:
     from prefect.server.api.server import SubprocessASGIServer
@@ -94,6 +94,7 @@ _MAX_RESTARTS = 3  # within the period; whatever ended the server that often wou
 _RESTART_PERIOD_S = 600.0
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
 _starting, _restarting = threading.Lock(), threading.Lock()  # trainings in threads of one process share one server
+_left: set[threading.Event] = set()  # they end the keepers whose bodies have ended
 _SERVER_MODULE = "prefect.server.api.server"
 
 
@@ -149,7 +150,11 @@ class ServerKeeper:
 
 @contextmanager
 def embedded_server_kept_running() -> Iterator[ServerKeeper]:
-    """Restart this process's embedded server whenever it dies while the body runs; costs nothing with a separate server."""
+    """Restart this process's embedded server whenever it dies, until the process ends; costs nothing with a separate server.
+
+    The flow's end needs it after the body: Prefect waits for minutes to send the final state and the last log lines.
+    """
+    _end_keepers()
     keeper, ended = ServerKeeper(), threading.Event()
     if not _embedded_servers():
         yield keeper
@@ -162,6 +167,28 @@ def embedded_server_kept_running() -> Iterator[ServerKeeper]:
     finally:
         ended.set()
         thread.join()
+        _keep_on(keeper)
+
+
+def _keep_on(keeper: ServerKeeper) -> None:
+    """Restart the servers that die until a body like the one that has ended begins, or Prefect stops the server at exit.
+
+    Not in this context, which would keep the flow run's result, and whose log lines Prefect refuses once the process ends.
+    """
+    settings, ended = get_current_settings(), threading.Event()
+
+    def keep() -> None:
+        with using(settings):
+            keeper.keep(ended)
+
+    _left.add(ended)
+    threading.Thread(target=keep, daemon=True).start()
+
+
+def _end_keepers() -> None:
+    for ended in tuple(_left):
+        ended.set()
+        _left.discard(ended)
 
 
 def _embedded_servers() -> "set[SubprocessASGIServer]":
@@ -174,7 +201,7 @@ def _tie_from_the_start(module: ModuleType) -> None:
 
     Threads that need the server at the same time start one, and all wait for it; Prefect would start one for each, at one port.
     It has a minute, unless a setting says how long: Prefect gives up after 20 s, and the first start, which makes the tables of
-    the database, takes 18 s on an idle machine.
+    the database, takes 18 s on an idle machine. A server that is being stopped is none that has died.
     """
     server = module.SubprocessASGIServer
     run = server._run_uvicorn_command  # noqa: SLF001 - Prefect offers no other way
@@ -187,7 +214,13 @@ def _tie_from_the_start(module: ModuleType) -> None:
         with _starting:
             start(self, timeout if timeout or is_set else _STARTUP_TIMEOUT_S)
 
-    server.start = start_once
+    stop = server.stop
+
+    def stop_for_good(self: "SubprocessASGIServer") -> None:
+        with _restarting:
+            stop(self)
+
+    server.start, server.stop = start_once, stop_for_good
 
 
 def _release_in_this_fork() -> None:
@@ -298,4 +331,5 @@ def _advice(exc: Exception) -> str:
 
 
 os.register_at_fork(after_in_child=_release_in_this_fork)
+atexit.register(_end_keepers)  # runs before Prefect stops a server that was started before this module's import
 _when_server_is_imported(_tie_from_the_start)

@@ -18,9 +18,10 @@ from prefect.settings import (
     get_current_settings,
     temporary_settings,
 )
+from prefect_servers import wait_until
 from prefect_torch.tasks.prefect_api import embedded_server
 from prefect_torch.tasks.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
-from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied
+from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied, embedded_server_kept_running
 from prefect_torch.tasks.prefect_api.settings import unusable_home, using
 
 
@@ -281,6 +282,39 @@ def test_a_server_that_dies_now_and_then_is_started_each_time(mortal, monkeypatc
     assert not keeper.has_given_up
 
 
+@pytest.fixture
+def settled(monkeypatch):
+    """An embedded server whose keeper looks all the time, after the body of a flow, until the test ends."""
+    monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", lambda _: subprocess.Popen(["sleep", "600"]))
+    monkeypatch.setattr(SubprocessASGIServer, "_instances", {})
+    monkeypatch.setattr(embedded_server, "_POLL_S", 0.01)
+    server = SubprocessASGIServer()
+    server.server_process = server._run_uvicorn_command()
+    with embedded_server_kept_running():
+        pass
+    yield server
+    embedded_server._end_keepers()
+    server.stop()
+
+
+def test_a_server_that_dies_after_the_body_of_a_flow_is_started_again(settled):
+    """For the final state and the last log lines: Prefect waited for minutes, and the process with it."""
+    first = settled.server_process
+    first.kill()
+    wait_until(lambda: settled.server_process is not first, "a second server")
+    assert settled.server_process.poll() is None
+
+
+def test_a_server_that_is_being_stopped_has_not_died(settled, monkeypatch):
+    """Though its process has ended a while before the one who stops it goes on."""
+    restarted, process = threading.Event(), settled.server_process
+    wait = process.wait
+    monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", lambda _: restarted.set())
+    monkeypatch.setattr(process, "wait", lambda timeout: (wait(timeout), restarted.wait(0.5)))
+    settled.stop()
+    assert not restarted.is_set()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -306,6 +340,9 @@ def test_a_slow_first_start_has_a_minute_unless_a_setting_or_the_caller_says_how
 
         def start(self, timeout=None):
             timeouts.append(timeout or startup.value())
+
+        def stop(self):
+            pass
 
     embedded_server._tie_from_the_start(SimpleNamespace(SubprocessASGIServer=Server))
     settings = get_current_settings()

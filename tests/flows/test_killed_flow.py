@@ -310,6 +310,37 @@ def test_an_embedded_server_that_dies_alone_is_started_again_and_told_the_end(st
         assert database.execute("select state_type from flow_run").fetchall() == [("COMPLETED",)]
 
 
+DIES_LATE = """
+import sys
+from prefect.flow_engine import FlowRunEngine
+from prefect.server.api.server import SubprocessASGIServer
+from prefect_torch.flows import RunConfig, train
+
+tell_success = FlowRunEngine.handle_success
+
+def die_and_tell(engine, result):
+    SubprocessASGIServer().server_process.kill()
+    return tell_success(engine, result)
+
+FlowRunEngine.handle_success = die_and_tell
+train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name="run", storage=sys.argv[1]))
+"""
+
+
+@pytest.mark.timeout(500)
+def test_an_embedded_server_that_dies_after_the_body_is_started_again_and_told_the_end(storage, tmp_path):
+    """Else the flow run is Running for ever, and its process waits for minutes to send the last lines."""
+    home = prepared_home(tmp_path / "home")
+    # However slow the second start is, these retries last longer.
+    embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": "", "PREFECT_CLIENT_MAX_RETRIES": "8"}
+    leader = Started("-c", DIES_LATE, storage, **embedded)
+    output = leader.finish(400)
+    assert leader.process.returncode == 0, output[-4000:]
+    leader.assert_nothing_is_left()
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert database.execute("select state_type from flow_run").fetchall() == [("COMPLETED",)]
+
+
 @pytest.mark.parametrize("kill_at", ["the server's process", "the server's database"])
 def test_a_flow_killed_while_its_embedded_server_starts_leaves_none(tmp_path, kill_at):
     home = tmp_path / "home"
