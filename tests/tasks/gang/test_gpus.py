@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -319,6 +321,8 @@ def hanging_driver(monkeypatch):
 def test_a_driver_that_hangs_is_named_and_given_up(hanging_driver, monkeypatch):
     monkeypatch.setattr(allocating, "_SLOW_LISTING_S", 0.1)
     monkeypatch.setattr(listing, "_LONGEST_LISTING_S", 1.5)
+    looks = count(0.0, 0.5)  # a clock that goes on with each look, however long the start of the program takes
+    monkeypatch.setattr(driver_programs, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     with pytest.raises(RuntimeError, match=r"torch has not listed the GPUs .* after 1\.5 s: their driver may hang"):
         allocation(1, None).check()
     (line,) = gpus_log
