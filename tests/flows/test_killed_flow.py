@@ -36,6 +36,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 MARK = "PREFECT_TORCH_TEST_MARK"
 
 
+_started: "list[Started]" = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test():
+    """A test that fails leaves no program behind."""
+    yield
+    while _started:
+        started = _started.pop()
+        if started.process.poll() is None:
+            started.kill()
+
+
 class Started:
     """A program whose descendants can be found, wherever they hide, by a mark in their environment."""
 
@@ -49,6 +62,7 @@ class Started:
             text=True,
             start_new_session=True,  # as at a terminal of its own
         )
+        _started.append(self)
 
     def living(self) -> list[psutil.Process]:
         def is_ours(process):
@@ -295,13 +309,16 @@ def test_ctrl_c_lets_ranks_commit_and_is_told_though_the_embedded_server_gets_it
         assert database.execute("select state_type from flow_run").fetchall() == [("CRASHED",)]
 
 
+@pytest.mark.timeout(500)
 def test_an_embedded_server_that_dies_alone_is_started_again_and_told_the_end(storage, tmp_path):
     home = prepared_home(tmp_path / "home")
     embedded = {"PREFECT_HOME": str(home), "PREFECT_API_URL": ""}
-    leader = start(storage, "train_epochs", {"epochs": 20, "pause_s": 0.1}, environment=embedded)
+    goes_on = tmp_path / "goes_on"
+    leader = start(storage, "commit_on_and_on", {"goes_on": str(goes_on)}, environment=embedded)
     leader.wait_for(lambda: committed(storage))
     (server,) = embedded_servers(leader)
     server.kill()
+    goes_on.touch()
     output = leader.finish(240)
     assert leader.process.returncode == 0, output[-4000:]
     assert "embedded server has died (exit code -9): starting it again" in output
