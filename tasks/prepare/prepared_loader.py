@@ -51,7 +51,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private iterator
         """Start the next epoch, or once more that of which the newest iteration was a look."""
         batches, self._newest = self._begin(), _Taken()
-        return self._newest.counted(batches)
+        return _Counted(batches, self._newest)
 
     def _begin(self) -> Iterator[Any]:
         may_begin_again, self._is_after_look = self._may_begin_again(), self._is_look()
@@ -129,17 +129,27 @@ def tell_epoch(part: Any, epoch: int) -> None:
 
 
 class _Taken:
-    """What was taken of an iteration."""
+    """What was taken of an iteration.
+
+    Attributes:
+        num_asked: How often a batch was asked for: after the last one, once more.
+
+    """
 
     def __init__(self) -> None:
         self.num_asked = 0
 
-    def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield `batches`, and count how often one was asked for: after the last one, once more."""
-        for batch in batches:
-            self.num_asked += 1
-            yield batch
-        self.num_asked += 1
+
+class _Counted(Iterator[Any]):
+    """Batches that are counted as they are asked for. No generator, which would end with the first item that cannot be read."""
+
+    def __init__(self, batches: Iterator[Any], taken: _Taken) -> None:
+        self._batches = batches
+        self._taken = taken  # without the batches: their workers end with the loop
+
+    def __next__(self) -> Any:
+        self._taken.num_asked += 1
+        return next(self._batches)
 
 
 class _BegunEpoch(int):

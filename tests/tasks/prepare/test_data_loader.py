@@ -132,6 +132,24 @@ def test_a_program_that_takes_one_batch_of_each_epoch_gets_those_of_all(places, 
     assert [next(zip([1], zipped, strict=False))[1] for _ in range(4)] == [firsts[number] for number in numbers]
 
 
+class WithoutAnItem:
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        if number == 2:
+            raise ValueError("damaged")
+        return number
+
+
+def test_an_iteration_goes_on_after_an_item_that_cannot_be_read_as_that_of_a_plain_loader():
+    batches = iter(prepare_data_loader(DataLoader(WithoutAnItem(), batch_size=1)))
+    assert [next(batches).item() for _ in range(2)] == [0, 1]
+    with pytest.raises(ValueError, match="damaged"):
+        next(batches)
+    assert [batch.item() for batch in batches] == [3, 4, 5]
+
+
 ARGUMENTS = {
     "batch_size": 3,
     "num_workers": 2,
