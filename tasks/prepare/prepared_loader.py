@@ -104,7 +104,7 @@ class PreparedDataLoader(DataLoader[Any]):
         return self._newest.num_asked == 1 and not self._has_used_all(1)
 
     def _has_used_all(self, num_batches: int) -> bool:
-        with suppress(TypeError):  # a dataset without a length
+        with suppress(Exception):  # without a length, for which datasets and samplers raise errors of many kinds
             return num_batches == len(self)
         return False
 

@@ -150,6 +150,22 @@ def test_an_iteration_goes_on_after_an_item_that_cannot_be_read_as_that_of_a_pla
     assert [batch.item() for batch in batches] == [3, 4, 5]
 
 
+class Unsized(Sampler):
+    """A batch sampler that does not know how many batches it has, as one that fills each by the sizes of its items."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self):
+        raise ValueError("undefined")
+
+
+def test_a_loader_whose_length_is_undefined_may_be_looked_at():
+    loader = prepare_data_loader(DataLoader(range(4), batch_sampler=Unsized()))
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert items(loader) == [0, 1, 2, 3]
+
+
 ARGUMENTS = {
     "batch_size": 3,
     "num_workers": 2,
