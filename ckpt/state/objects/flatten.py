@@ -183,7 +183,7 @@ class _Walk:
 
     def _visit_object(self, value: Any, at: _At) -> None:
         state = value.state_dict() if is_stateful(value) else generator_state(value)
-        if getattr(value, "has_epoch_of_all_ranks", False) and not at.rank_local:
+        if getattr(type(value), "has_epoch_of_all_ranks", False) and not at.rank_local:  # others may have any __getattr__
             self.found.epochs[at.name] = value.epoch
         self.visit(state, replace(at, of_object=True))
 

@@ -224,6 +224,28 @@ def test_an_optimizer_that_keeps_its_state_in_a_way_of_its_own_gets_it_back(stor
     assert (state["optimizer"].steps, state["optimizer"].inner.param_groups[0]["lr"]) == (7, 0.1)
 
 
+class Meters:
+    """Has the meters that were counted as attributes, and no others, whoever asks."""
+
+    def __init__(self, **meters):
+        self.meters = meters
+
+    def __getattr__(self, name):
+        return self.meters[name]
+
+    def state_dict(self):
+        return self.meters
+
+    def load_state_dict(self, state):
+        self.meters = state
+
+
+def test_an_object_is_asked_for_no_attribute_but_those_of_its_state(store):
+    fresh = Meters()
+    stored(store, {"meters": Meters(loss=2.0)}).load_state({"meters": fresh})
+    assert fresh.loss == 2.0
+
+
 class Keyed(torch.optim.AdamW):
     """An optimizer that names its parameters in its state, like torch.distributed.optim._NamedOptimizer."""
 
