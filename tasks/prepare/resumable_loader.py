@@ -28,8 +28,9 @@ class ResumableDataLoader(PreparedDataLoader):
     - A state taken after the loop has ended is that of the start of the next epoch; after a `break`, that of the middle, unless
       no batch was left, or `set_epoch(epoch + 1)` was called since: that call is for loops that leave every epoch early.
     - An iteration that is left after its first batch is a look at a batch, as for its shape: the next one begins where it
-      began. A state taken in between is behind that batch. A second look in a row is followed by the next epoch. A report of
-      ranks whose loaders are in different epochs logs a warning.
+      began. A state taken in between is behind that batch: a rank that looks alone does so after the report, or it would have
+      one batch less than the others when resumed. A second look in a row is followed by the next epoch. A report of ranks whose
+      loaders are in different epochs logs a warning.
     - A state taken at the last batch of an epoch, before the loop has ended, is in that epoch: the first loop of a training
       that is resumed from it has no batch. Of a `zip()` that a variable still holds after the loop, only the first loader knows
       that the epoch has ended: call `set_epoch(epoch + 1)` of the others before the report.
