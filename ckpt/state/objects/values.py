@@ -132,7 +132,8 @@ def _hold_tensors(leaf: Leaf) -> Value:
         return copies[id(tensor)]
 
     held = _mapped(leaf.value, copied_once)
-    form = _mapped(held, lambda it: f"{it.dtype} {tuple(it.shape)} {it.stride()} {it.requires_grad}".encode())
+    numbers = {id(copy): number for number, copy in enumerate(copies.values())}
+    form = _mapped(held, lambda it: f"{numbers[id(it)]} {it.dtype} {tuple(it.shape)} {it.stride()} {it.requires_grad}".encode())
     digest = xxhash.xxh3_64(_marshalled(form))
     for copy in copies.values():
         digest.update(memory_of(copy.detach().contiguous()))

@@ -880,13 +880,15 @@ def test_tuples_have_one_digest_if_and_only_if_they_are_equal():
         (None, one),
         (one, other),
         (other, one),
+        (one, other, one),
+        (one, one, other),
         (one.reshape(2, 2), None),
         ((one,), None),
         (one.int(), None),
     ]
     values = [*values, copy.deepcopy(values[0]), copy.deepcopy(values[2])]
     digests = [it.digest for it in capture_values([Leaf("it", ("it",), value) for value in values])]
-    assert len(set(digests)) == 7
+    assert len(set(digests)) == 9
     assert [digests[0], digests[2]] == digests[-2:]
 
 
