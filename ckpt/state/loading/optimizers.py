@@ -139,7 +139,7 @@ def _unset_options(optimizer: torch.optim.Optimizer, number: int, stored: Collec
 
 def _difference(stored: Sequence[Any], mine: Sequence[Any]) -> str:
     differing = sorted({str(name) for name in {*stored} ^ {*mine}})
-    is_alone = {type(name) for name in stored} == {str} and {type(name) for name in mine} == {int}
+    is_alone = str in {type(name) for name in stored} and {type(name) for name in mine} == {int}
     hint = "; they have their names from their module: load that, too" if is_alone else ""
     return (", ".join(differing) or "another order") + hint
 

@@ -192,8 +192,10 @@ def test_an_optimizer_may_have_a_parameter_of_no_module_beside_those_of_one(stor
     check_equal(fresh, reported)
 
 
-def test_an_optimizer_with_a_parameter_of_no_module_at_another_place_is_refused(store):
+def test_an_optimizer_with_a_parameter_of_no_module_at_another_place_or_without_the_module_is_refused(store):
     checkpoint = stored(store, with_extra(torch.nn.Linear(2, 2)))
+    with pytest.raises(StateMismatchError, match=r"other parameters: .*; they have their names from their module"):
+        checkpoint.load_state({"optimizer": with_extra(torch.nn.Linear(2, 2))["optimizer"]})
     with pytest.raises(StateMismatchError, match=r"group 0 of 'optimizer' has other parameters: 0, 2\. "):
         checkpoint.load_state(with_extra(torch.nn.Linear(2, 2), first=False))
 
