@@ -15,7 +15,7 @@ from prefect_torch.ckpt import RankLocal, RankLocalStateError, StateMismatchErro
 from .device import get_rank_and_size
 from .prepared_loader import PreparedDataLoader, generators_kept
 from .resumable_sampler import restored_within
-from .sampling import distributed_sampler
+from .sampling import distributed_sampler, samplers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -25,9 +25,9 @@ class OwnPositionDataLoader(PreparedDataLoader):
     """A prepared loader whose state is the position that its loader keeps by itself, one for each rank.
 
     It loads at the same number of ranks, which then read the same parts; at another it raises `RankLocalStateError`. With a
-    `rank_local`, whatever that does, another number of ranks begins an epoch between two of them, but goes on in none, and
-    not with a dataset that has a `state_dict`. The same holds for another `num_workers` of torchdata's loader, among which a
-    stream is divided: it is a `StateMismatchError`.
+    `rank_local`, whatever that does, another number of ranks begins an epoch between two of them, but goes on in none, and not
+    with a dataset or a sampler that has a `state_dict`. The same holds for another `num_workers` of torchdata's loader, among
+    which a stream is divided: it is a `StateMismatchError`.
 
     Each iteration begins with the `set_epoch(epoch)` of the samplers and the dataset, where they have one. A stream whose order
     depends on it then has the same orders in a resumed training; with `persistent_workers` it must pass the epoch on to them.
@@ -103,7 +103,7 @@ class OwnPositionDataLoader(PreparedDataLoader):
         own = own.value if isinstance(own, RankLocal) else own
         if (mismatch := _mismatch(state_dict, own, self.num_workers)) is None:
             return own
-        if _Place.of(state_dict).used or hasattr(self.dataset, "state_dict"):
+        if _Place.of(state_dict).used or any(hasattr(part, "state_dict") for part in (self.dataset, *samplers(self))):
             raise mismatch
         return None
 

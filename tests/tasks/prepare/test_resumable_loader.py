@@ -9,11 +9,19 @@ import torch
 from forked_programs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt import CheckpointStore, RankLocalStateError
+from prefect_torch.ckpt import CheckpointStore, RankLocalStateError, StateMismatchError
 from prefect_torch.tasks import prepare_data_loader
 from prefect_torch.tasks.prepare import data_loader, own_position_loader, prepared_loader
 from ranks import Attempt
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 # torchdata 0.11 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -676,6 +684,36 @@ def test_a_stream_goes_on_with_other_workers_only_between_epochs():
     """In a process of its own, as above."""
     ran = run_program([sys.executable, "-c", OTHER_WORKERS], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+class Passes(Sampler):
+    """Goes on through the items from pass to pass, and knows how far it is."""
+
+    done = 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.done += 4
+        return iter(range(self.done - 4, self.done))
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+def test_a_sampler_that_has_a_state_goes_on_with_as_many_workers_only():
+    def prepared(num_workers):
+        loader = stateful(range(24), batch_size=2, sampler=Passes(), num_workers=num_workers)
+        return prepare_data_loader(loader, add_distributed_sampler=False, resumable=True)
+
+    first, other = prepared(0), prepared(1)
+    assert rest_of(first) == [0, 1, 2, 3]
+    with pytest.raises(StateMismatchError, match="num_workers=0, and the loader has num_workers=1"):
+        other.load_state_dict(first.state_dict())
 
 
 def test_a_loader_with_a_sampler_of_its_own_continues_in_the_order_of_that_epoch():
