@@ -12,7 +12,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect_torch.deployments.command_line.flow_run_errors import flow_run_errors_explained
 from prefect_torch.tasks.prefect_api.paging import read_pages
 
-_FAILED = "Finished in state Failed('"
+_FAILED = ("Finished in state Failed('", 'Finished in state Failed("')  # the message's repr: KeyError('x') has an apostrophe
 
 
 def read_lines(flow_run_id: str, rank: int | None) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _lines(client: SyncPrefectClient, flow_run_id: str, names: dict[UUID, str], 
 def _is_of(rank: int, task_run: str, message: str) -> bool:
     """Return whether a line is of a rank: in its own task run, or with its number in that of its machine or training."""
     if task_run.startswith("node-"):
-        return message.startswith((f"rank {rank}: ", f"{_FAILED}rank {rank} of "))
+        return message.startswith((f"rank {rank}: ", *(f"{failed}rank {rank} of " for failed in _FAILED)))
     return task_run == f"rank-{rank}" or (task_run.startswith("train-") and message.startswith(f"rank {rank} of attempt "))
 
 
