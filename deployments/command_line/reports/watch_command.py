@@ -14,7 +14,7 @@ from prefect_torch.ckpt.runs.history import MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import attempt_of, step_of
 from prefect_torch.ckpt.runs.metrics import MetricValue, flatten_metrics
 from prefect_torch.ckpt.runs.parts.metric_chunks import Chunk, read_records
-from prefect_torch.ckpt.text import show_age, show_count
+from prefect_torch.ckpt.text import headline, show_age, show_count
 from prefect_torch.deployments.command_line.arguments import run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.run_summaries import RUN_STYLES
 from prefect_torch.deployments.command_line.runs.selection import open_training
@@ -69,7 +69,7 @@ class View:
         if self.state == "lost":
             return "its process is gone; the next training of this name continues"
         outcome = None if self.status is None else self.status.outcome
-        return "" if outcome is None else plain((outcome.error or "").strip().partition("\n")[0])
+        return "" if outcome is None else plain(headline(outcome.error))
 
 
 @dataclass(slots=True)
@@ -86,9 +86,7 @@ class Watcher:
         return View(status, self._read_reports(status), sorted(self.store.ids()))
 
     def _read_reports(self, status: AttemptStatus | None) -> Sequence[MetricRecord]:
-        if (
-            status is not None and status.state == "lost"
-        ):  # the last reports of a killed leader are known from checkpoints alone
+        if status is not None and status.state == "lost":  # a killed leader's last reports are known from checkpoints alone
             return read_history(self.store)
         return read_records(self.store.storage, self.store.layout, MetricRecord, self._known)
 
