@@ -6,7 +6,7 @@ and the best 1/eta of those that have reached it are resumed, the highest rung f
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar, TypeAlias
@@ -16,7 +16,7 @@ from prefect_torch.flows.sweeps.journal.history import History, RungReport, Tria
 from .scheduling import Decision, Promotion, is_score, sort_key
 
 _ENOUGH = 10  # trials at a rung for a model; as many suggestions of tpe and gp are random before they fit one
-_Reached: TypeAlias = list[tuple[TrialRecord, list[RungReport]]]  # trials, each with its report at each rung
+_Reached: TypeAlias = list[tuple[TrialRecord, list[RungReport]]]  # trials, each with its report at each rung that it reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,40 +85,39 @@ class Asha:
 
         If there is none, return one that another scheduler, or other rungs, paused before its first rung.
         """
-        rungs_of = [self.rungs(bracket) for bracket in range(len(self.brackets))]
-        for to_go in range(1, max(map(len, rungs_of))):  # from the rung before the last one down
-            for bracket, rungs in enumerate(rungs_of):
+        brackets = self._by_bracket(history)
+        is_last_call = len(history) >= self.population and not any(it.state == "running" for it in history.values())
+        for to_go in range(1, max(len(rungs) for rungs, _ in brackets)):  # from the rung before the last one down
+            for rungs, members in brackets:
                 if (rung := len(rungs) - 1 - to_go) < 0:
                     continue
-                number = self._promotable(history, bracket, rung)
+                number = self._promotable(members, rung, is_last_call=is_last_call)
                 if number is not None:
                     return Promotion(number, rungs[rung + 1])
-        for trial in history.values():
-            rungs = rungs_of[self.bracket_of(trial.number)] if trial.state == "paused" else []
-            if rungs and not _at_rungs(trial, rungs):
-                return Promotion(trial.number, rungs[0])
-        return None
+        early = [
+            Promotion(it.number, rungs[0])
+            for rungs, members in brackets
+            for it, reports in members
+            if it.state == "paused" and not reports
+        ]
+        return min(early, key=lambda it: it.number, default=None)
 
     def lost(self, history: History) -> frozenset[int]:
         """Return the paused trials that so many others beat at their rung that they are never resumed, however many reach it.
 
         This holds while none of the better trials fails, and the number of trials does not change.
         """
-        members: dict[int, list[TrialRecord]] = {}
-        for trial in history.values():
-            members.setdefault(self.bracket_of(trial.number), []).append(trial)
+        sizes = Counter(map(self.bracket_of, range(max(self.population, len(history)))))
         lost = set()
-        for bracket, trials in members.items():
-            size = sum(self.bracket_of(number) == bracket for number in range(max(self.population, len(history))))
-            rungs = self.rungs(bracket)
+        for bracket, (rungs, members) in enumerate(self._by_bracket(history)):
             for rung in range(len(rungs) - 1):
-                lost |= self._lost_at(trials, rungs, rung, size)
+                lost |= self._lost_at(members, rung, sizes[bracket])
         return frozenset(lost)
 
-    def _lost_at(self, trials: list[TrialRecord], rungs: Sequence[float], rung: int, size: int) -> set[int]:
-        reached = _reached(trials, rungs, rung)
+    def _lost_at(self, members: _Reached, rung: int, size: int) -> set[int]:
+        reached = _that_reached(members, rung)
         ended = ("completed", "stopped", "failed")
-        never = sum(it.state in ended for it in trials) - sum(it.state in ended for it, _ in reached)
+        never = sum(it.state in ended for it, _ in members) - sum(it.state in ended for it, _ in reached)
         most = max(1, math.floor((size - never) / self.reduction_factor))
         return {
             it.number
@@ -153,11 +152,17 @@ class Asha:
         bracket = self.bracket_of(trial.number)
         return {rung: report.value for rung, report in enumerate(_at_rungs(trial, self.rungs(bracket)), bracket)}
 
-    def _promotable(self, history: History, bracket: int, rung: int) -> int | None:
-        members = (it for it in history.values() if it.reports and self.bracket_of(it.number) == bracket)
-        best = _best_first(_reached(members, self.rungs(bracket), rung), rung)
+    def _by_bracket(self, history: History) -> list[tuple[list[float], _Reached]]:
+        """Return the rungs of each bracket, and its trials; once for all rungs, since a sweep has hundreds of trials."""
+        brackets: list[tuple[list[float], _Reached]] = [(self.rungs(bracket), []) for bracket in range(len(self.brackets))]
+        for trial in history.values():
+            rungs, members = brackets[self.bracket_of(trial.number)]
+            members.append((trial, _at_rungs(trial, rungs)))
+        return brackets
+
+    def _promotable(self, members: _Reached, rung: int, *, is_last_call: bool) -> int | None:
+        best = _best_first(_that_reached(members, rung), rung)
         count = math.floor(len(best) / self.reduction_factor)
-        is_last_call = len(history) >= self.population and not any(it.state == "running" for it in history.values())
         if is_last_call and not any(len(reports) > rung + 1 for _, reports in best):
             count = max(1, count)
         for trial, reports in best[:count]:
@@ -166,9 +171,9 @@ class Asha:
         return None
 
 
-def _reached(trials: Iterable[TrialRecord], rungs: Sequence[float], rung: int) -> _Reached:
+def _that_reached(members: _Reached, rung: int) -> _Reached:
     """Return the trials that have reached a rung."""
-    return [(it, _at_rungs(it, rungs)) for it in trials if any(report.time >= rungs[rung] for report in it.reports)]
+    return [(it, reports) for it, reports in members if len(reports) > rung]
 
 
 def _at_rungs(trial: TrialRecord, rungs: Sequence[float]) -> list[RungReport]:
