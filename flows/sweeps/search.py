@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prefect_torch.ckpt.reporting.decisions import TRAINING_ITERATION, DecisionPoints, Verdict, time_of
@@ -57,7 +58,7 @@ class Search:
         recorded: The record of the trials.
         trials: Every trial, by number.
         budget: The time that the sweep may take, and has taken.
-        num_trials: How many trials there will be.
+        num_trials: How many trials there will be; fewer once the sampler has nothing more to suggest.
 
     """
 
@@ -86,7 +87,8 @@ class Search:
         self._sampler = check_sampler(search, space)
         default = len(points) if self._sampler == "grid" else _DEFAULT_TRIALS
         self.num_trials = search.num_trials or default
-        self._scheduler = make_scheduler(search, space, seed, self.num_trials)
+        self._make_scheduler = partial(make_scheduler, search, space, seed)
+        self._scheduler = self._make_scheduler(self.num_trials)
         self._error: Exception | None = None
         self._led: tuple[int, dict[str, Any] | None] = (0, None)
         self._restarts = sorted(recorded.in_state("failed")) if search.restart_errored else []
@@ -129,13 +131,20 @@ class Search:
             if self._restarts:
                 number = self._restarts.pop(0)
                 return self._resume(Promotion(number, self.trials[number].milestone))
+            self._take_end_of_suggestions()
             promoted = self._scheduler.promote(self.trials)
             if promoted is not None and self._scheduler.promotes_first:
                 return self._resume(promoted)
             number = len(self.trials)
-            if number < self.num_trials and not self._study.is_over:
+            if number < self.num_trials:
                 return self._start(number)
             return None if promoted is None else self._resume(promoted)
+
+    def _take_end_of_suggestions(self) -> None:
+        """Let the scheduler know that there will be no more trials than now, or it would wait for the others."""
+        if len(self.trials) < self.num_trials and self._study.is_over:
+            self.num_trials = len(self.trials)
+            self._scheduler = self._make_scheduler(self.num_trials)
 
     def points(self, number: int, count_reports: Callable[[], int]) -> DecisionPoints | None:
         """Return the reports at which a trial needs a decision; None if it needs none.

@@ -267,6 +267,22 @@ def test_a_sampler_that_has_tried_everything_ends_the_search_also_after_a_kill_a
     assert len(lead(configured(num_trials=5), space, entries)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:BruteForceSampler is experimental")
+@pytest.mark.parametrize("scheduler", ["asha", "pbt"])
+def test_a_scheduler_waits_for_no_more_trials_once_a_sampler_has_tried_everything(scheduler):
+    chosen = {"asha": {"max_t": 9}, "pbt": {"perturbation_interval": 3, "max_t": 9}}[scheduler]
+    config = configured(sampler="optuna.samplers:BruteForceSampler", num_trials=5, scheduler=scheduler, **chosen)
+    search = Search(config, parse_space({"a": choice([1, 2])}), 0, RecordedTrials([], [].append), "sweep")
+    while (trial := search.next_trial()) is not None:
+        step, goes_on = int(trial.reports[-1].time) if trial.reports else 0, True
+        while goes_on:
+            step += 1
+            request = DecisionRequest(step, step, step, {"loss": trial.number}, f"id-{step}")
+            goes_on = search.decide(trial.number, request).goes_on
+    assert [it.state for it in search.trials.values()] == ["completed", "paused" if scheduler == "asha" else "completed"]
+    assert search.num_trials == 2
+
+
 def test_a_sampler_keeps_what_it_knows_of_a_trial_that_paused_and_went_on():
     study = Study([], configured(sampler="nsga2"), parse_space(SPACE), 0, [])
     number = study.suggest(0).study_number
