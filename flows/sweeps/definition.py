@@ -1,5 +1,6 @@
 """The definition of a sweep in its storage: the same for every process that leads the sweep."""
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -128,8 +129,20 @@ def find_definition(run: Run, given: Definition, *, may_differ: bool = False) ->
 
 
 def _is_same_space(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two spaces are equal, however they are written: a domain as a dict may leave out a default."""
-    return is_same(one, other) or parse_space(one) == parse_space(other)
+    """Return whether two spaces are equal, however they are written: a domain as a dict may leave out a default.
+
+    The order of keys says nothing: records are stored with sorted ones. A stored space of another version may not be parsed.
+    """
+    if is_same(one, other):
+        return True
+    try:
+        return parse_space(_sorted(one)) == parse_space(_sorted(other))
+    except ValueError:
+        return False
+
+
+def _sorted(space: dict[str, Any]) -> Any:
+    return json.loads(json.dumps(space, sort_keys=True))
 
 
 def settle_definition(given: Definition, known: Definition | None, *, has_seed: bool) -> Definition:

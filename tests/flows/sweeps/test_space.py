@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,13 +221,24 @@ def test_very_many_options_are_not_compared_with_each_other():
     assert Option.num_compared < 10_000
 
 
-def test_a_sweep_goes_on_with_an_equal_space_that_is_written_otherwise():
-    def defined(space):
-        return define("module:function", space, {}, SearchConfig(metric="loss"))
+def defined(space):
+    return define("module:function", space, {}, SearchConfig(metric="loss"))
 
+
+@pytest.mark.parametrize("given", [{"n": randint(1, 5), "a": 1}, {"a": 1, "n": randint(1, 5)}])
+def test_a_sweep_goes_on_with_an_equal_space_that_is_written_otherwise(given):
+    """Without defaults, and in another order: PostgreSQL sorts the keys of a flow run's parameters."""
     run = Run.open("memory://", "a-sweep-of-integers")
-    known = defined({"n": {"kind": "randint", "low": 1, "high": 5}})
+    known = defined({"n": {"kind": "randint", "low": 1, "high": 5}, "a": 1})
     store_definition(run, known)
-    assert find_definition(run, known) == find_definition(run, defined({"n": randint(1, 5)}))
+    assert find_definition(run, known) == find_definition(run, defined(given))
     with pytest.raises(ValueError, match="has space="):
-        find_definition(run, defined({"n": randint(1, 5, log=True)}))
+        find_definition(run, defined({**given, "n": randint(1, 5, log=True)}))
+
+
+def test_a_stored_space_that_this_version_does_not_parse_is_another_one():
+    run, given = Run.open("memory://", "a-sweep-of-another-version"), defined({"n": randint(1, 5)})
+    store_definition(run, replace(given, space={"n": {"kind": "weibull", "shape": 2}}))
+    with pytest.raises(ValueError, match=r"has space=\{'n': \{'kind': 'weibull'.* give it another name"):
+        find_definition(run, given)
+    assert find_definition(run, given, may_differ=True) is None
