@@ -183,8 +183,8 @@ def _reasons(trials: Sequence[SeenTrial]) -> Iterator[str]:
 
 
 def show_rung(trial: SeenTrial) -> str:
-    """Return the number and the time of a trial's last decision."""
-    return f"{len(trial.decided)} (at {show_compact(trial.decided[-1])})" if trial.decided else ""
+    """Return the time of a trial's last decision; not how many it had, since a report may have passed several rungs."""
+    return f"at {show_compact(trial.decided[-1])}" if trial.decided else ""
 
 
 def _cell(parameters: Mapping[str, Value], name: str) -> str:

@@ -152,5 +152,5 @@ def test_the_table_fits_the_terminal_and_has_the_running_and_the_best_trials(vie
     assert lines[0].startswith("digits  5 of 5 trials: 1 running, 2 completed, 1 paused, 1 failed")
     assert max(map(len, lines)) <= width
     assert [line.split()[0] for line in lines[2:7]] == ["3", "4", "0", "1", "2"]
-    assert lines[2].split()[:5] == ["3", "completed", "0.5", "2", "1"]
+    assert lines[2].split()[:6] == ["3", "completed", "0.5", "2", "at", "1"]
     assert ("why" in lines[1]) == (width == 120)

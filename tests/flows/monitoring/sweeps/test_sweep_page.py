@@ -53,10 +53,10 @@ def test_the_table_has_every_trial_the_best_first_with_its_state_rung_and_config
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert rows[0] == "| trial | state | loss | step | rung | lr | net/width |"
     assert rows[2:] == [
-        f"| [3]({url}) | completed | 0.5 | 2 | 1 (at 1) | 0.0001 | 64 |",
+        f"| [3]({url}) | completed | 0.5 | 2 | at 1 | 0.0001 | 64 |",
         f"| [4]({url}) | running | 0.9 | 1 |  | 1e-05 | 80 |",
         f"| [0]({url}) | completed | 1 | 2 |  | 0.1 | 16 |",
-        f"| [1]({url}) | paused | 2 | 1 | 1 (at 1) | 0.01 | 32 |",
+        f"| [1]({url}) | paused | 2 | 1 | at 1 | 0.01 | 32 |",
         f"| [2]({url}) | failed |  | 0 |  | 0.001 | 48 |",
     ]
 
