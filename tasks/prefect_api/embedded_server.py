@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -182,7 +182,8 @@ def _keep_on(keeper: ServerKeeper) -> None:
             keeper.keep(ended)
 
     _left.add(ended)
-    threading.Thread(target=keep, daemon=True).start()
+    with suppress(RuntimeError):  # no thread is left: the flow ends all the same, unless its server dies just then
+        threading.Thread(target=keep, daemon=True).start()
 
 
 def _end_keepers() -> None:

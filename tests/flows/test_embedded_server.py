@@ -297,6 +297,14 @@ def settled(monkeypatch):
     server.stop()
 
 
+def test_a_flow_ends_as_it_does_if_no_thread_is_left_that_keeps_its_server(settled, monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with embedded_server_kept_running():
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
 def test_a_server_that_dies_after_the_body_of_a_flow_is_started_again(settled):
     """For the final state and the last log lines: Prefect waited for minutes, and the process with it."""
     first = settled.server_process
