@@ -438,7 +438,10 @@ def test_the_gpus_of_a_container_are_those_that_it_is_asked_for(defaults, job_va
         (["--params", "{"], "--params is no JSON"),
         (["--params", "[]"], "--params is no JSON object"),
         ([], "the parameters lack the training function"),
-        (["--params", '{"train_fn": "my_training:train_fn", "ranks": 3}'], "parameters ['train_fn', 'ranks']"),
+        (
+            ["--params", '{"train_fn": "my_training:train_fn", "ranks": 3}'],
+            "train() got an unexpected keyword argument 'ranks'; it takes ",
+        ),
         (["--params", '{"train_fn": "my_training:train_fn", "scaling": {"num_workers": "x"}}'], "num_workers"),
     ],
 )
