@@ -144,7 +144,8 @@ class RankSession:
                 agreement = self._rounds.agree(intent, meanwhile=report.stage_early)
             finally:
                 report.forget_identity(among)
-            self._release_node_copy()  # every rank has restored the checkpoint by now
+            if self._node_copy is not None:
+                self._node_copy.release()  # every rank has restored the checkpoint by now
             staged = stage(report, agreement, self._rounds.writes, self.context.world_rank)
             try:
                 self._commits.commit(staged)
