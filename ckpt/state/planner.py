@@ -193,7 +193,12 @@ def _warn_of_epochs(epochs: Mapping[int, Mapping[str, int]]) -> bool:
                     "the state's %r is in epoch %d on rank %d, and in epoch %d on rank %d: these ranks share out different "
                     "orders of the samples, of which some are used twice and others never. Begin equally many iterations on "
                     "every rank (one next(iter(loader)) between two loops counts as none), or call %s.set_epoch(epoch)",
-                    *(name, expected, other, epoch, rank, name),
+                    name,
+                    expected,
+                    other,
+                    epoch,
+                    rank,
+                    name,
                 )
                 return True
     return False

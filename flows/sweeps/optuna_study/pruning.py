@@ -46,9 +46,8 @@ class OptunaPruning:
 
     def report(self, number: int, step: int, value: float) -> bool:
         """Add a report of a trial, whose lower `value` is better, and return whether the trial is to stop."""
-        while (
-            len(self._trials) <= number
-        ):  # pruners that choose by a trial's number see that of the sweep, whoever reports first
+        # Pruners that choose by a trial's number see that of the sweep, whoever reports first.
+        while len(self._trials) <= number:
             self._trials.append(self._study.ask())
         self._last[number] = value * self._sign
         self._trials[number].report(self._last[number], step)
