@@ -291,10 +291,11 @@ class _RunCopy:
     @contextmanager
     def _naming_missing(self, key: str, manifest: Manifest) -> Iterator[None]:
         """Name the object of the source that is missing, and what to do; a prune deletes the manifest first."""
-        source, path = self._source, self._source.local_path(key)
+        source = self._source
         try:
             yield
         except FileNotFoundError as exc:
+            path = source.local_path(key)
             is_no_file = path is not None and path.exists()
             if is_no_file or find_size(source, key) is not None:  # then the target lacks something
                 raise
