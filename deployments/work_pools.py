@@ -5,11 +5,11 @@ from importlib.resources import files
 from typing import Any, Literal, TypeAlias, cast
 from uuid import UUID
 
-import prefect_torch.tasks.prefect_api.embedded_server  # noqa: F401 - ties a server that starts here, gives it a minute
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
+from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_new_servers
 
 Kind: TypeAlias = Literal["process", "docker", "kubernetes"]
 KINDS: tuple[Kind, ...] = ("process", "docker", "kubernetes")
@@ -62,7 +62,7 @@ def create_work_pool(name: str, kind: Kind, **defaults: Any) -> UUID:
 
     """
     template = job_template(kind, **defaults)
-    with get_client(sync_client=True) as client:
+    with _client() as client:
         try:
             return client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=template)).id
         except ObjectAlreadyExists:
@@ -81,13 +81,18 @@ def read_work_pool(name: str) -> WorkPool:
 
     """
     try:
-        with get_client(sync_client=True) as client:
+        with _client() as client:
             return client.read_work_pool(name)
     except ObjectNotFound:  # Prefect's own error has no text
         raise ValueError(
             f"there is no work pool {name!r}: create it with `prefect work-pool create {name} --type process`, or for "
             f"containers with GPUs by create_work_pool({name!r}, 'docker') or 'kubernetes' of prefect_torch.deployments"
         ) from None
+
+
+def _client() -> SyncPrefectClient:
+    tie_new_servers()  # one that starts here has a minute, and ends with this process
+    return get_client(sync_client=True)
 
 
 def has_variable(work_pool: WorkPool, name: str) -> bool:

@@ -1,8 +1,8 @@
 """The flows `train`, `sweep`, `evaluate` and `prune`, their configurations and results.
 
 Imports are lazy: Prefect makes a flow's form from the schemas of all its parameters, which takes a tenth of a second for each
-flow, and a program that trains needs no other. Only the module that ties Prefect's embedded server to this process is imported
-immediately: a flow of the user's own may start that server before it uses one of these names.
+flow, and a program that trains needs no other. Only Prefect's embedded server is tied to this process immediately: a flow of
+the user's own may start that server before it uses one of these names.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from prefect_torch.tasks.rank.user_code.shadowing import check_is_package as _ch
 
 _check_is_package("prefect")  # before the first import of prefect, which would fail less clearly, or run the user's file
 
-from prefect_torch.tasks.prefect_api import embedded_server as _embedded_server  # noqa: E402, F401 - its import has an effect
+from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_new_servers as _tie_new_servers  # noqa: E402
 
 if TYPE_CHECKING:
     from prefect_torch.flows.sweeps.domains import choice, grid, loguniform, randint, uniform
@@ -127,6 +127,8 @@ __all__ = [
     "train",
     "uniform",
 ]
+
+_tie_new_servers()
 
 if not TYPE_CHECKING:  # for which a name that does not exist is an error
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -24,7 +24,7 @@ from prefect_torch.tasks.gang.termination import Termination, TerminationSwitch
 from prefect_torch.tasks.options.config import Directory, LogLevel, LogRanks
 from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
-from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
@@ -172,7 +172,7 @@ def evaluate(
 
     """
     shorten_logs()
-    tie_embedded_server()
+    tie_running_servers()
     scaling = with_cluster_of_runner(scaling or ScalingConfig())
     gpus, machines = gpus_for(scaling), machines_for(scaling)
     spec = configured_storage(storage)

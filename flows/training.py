@@ -28,7 +28,7 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import Termination, TerminationSwitch
 from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.user_code.function import pack_function
@@ -135,7 +135,7 @@ def train(
 
     """
     shorten_logs()
-    tie_embedded_server()
+    tie_running_servers()
     with outlast_api_outages(TerminationSwitch.is_thrown):  # also of an embedded server that dies while the page is made
         scaling, failure = with_cluster_of_runner(scaling or ScalingConfig()), failure or FailureConfig()
         gpus, machines = gpus_for(scaling), machines_for(scaling)

@@ -1,7 +1,6 @@
 """Arguments and options of several commands, and the storages that they name."""
 
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import click
@@ -44,7 +43,9 @@ def open_named_storage(text: str) -> Storage:
     """
     try:
         if is_block_slug(text):  # the server that has it may be started here, and then needs a minute
-            import_module("prefect_torch.tasks.prefect_api.embedded_server")
+            from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_new_servers  # noqa: PLC0415 - prefect
+
+            tie_new_servers()
         spec = parse_storage(text)
     except Exception as exc:
         if not is_block_slug(text) or (isinstance(exc, ValueError) and not isinstance(exc, PAGE_OF_PROXY)):

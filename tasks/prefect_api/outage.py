@@ -25,7 +25,7 @@ from prefect.settings import (
 from prefect_torch.ckpt.errors import PAGE_OF_PROXY
 from prefect_torch.tasks.run_logs import get_run_logger
 
-from .embedded_server import ServerKeeper, embedded_server_kept_running
+from .embedded_server.keeping import ServerKeeper, embedded_server_kept_running
 from .settings import settings_with_defaults, using, without_retries
 
 # Pauses of 2, 4, ..., 128 s: a request with log lines is repeated for four minutes. Prefect's own 5 retries end after one.

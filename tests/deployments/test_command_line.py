@@ -785,14 +785,14 @@ def test_a_proxys_page_in_the_place_of_a_block_or_a_deployment_is_one_line(comma
 
 
 def test_an_embedded_server_that_does_not_start_is_one_line(command, monkeypatch):
-    imported = []
+    tied = []
 
     def timed_out(*_, **__):
         raise RuntimeError("Timed out while attempting to connect to ephemeral Prefect API server.")
 
     monkeypatch.setattr("prefect_torch.deployments.planning.get_client", timed_out)
     monkeypatch.setattr("prefect.blocks.core.Block.load", timed_out)
-    monkeypatch.setattr("prefect_torch.deployments.command_line.arguments.import_module", imported.append)
+    monkeypatch.setattr("prefect_torch.tasks.prefect_api.embedded_server.tying.tie_new_servers", lambda: tied.append(True))
     with temporary_settings(restore_defaults={PREFECT_API_URL}):
         code, _, plan = command("plan", "train/none")
         assert code == 1
@@ -800,7 +800,7 @@ def test_an_embedded_server_that_does_not_start_is_one_line(command, monkeypatch
         assert code == 1
     assert re.search("^prefect-torch: a Prefect server that was started here does not give .*; set PREFECT_API_URL", plan)
     assert "API server; is PREFECT_API_URL" in ls
-    assert imported == ["prefect_torch.tasks.prefect_api.embedded_server"], "it would have Prefect's 20 s"
+    assert tied == [True], "it would have Prefect's 20 s"
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -6,6 +6,7 @@ import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,11 @@ from prefect.settings import (
     temporary_settings,
 )
 from prefect_servers import wait_until
-from prefect_torch.tasks.prefect_api import embedded_server
-from prefect_torch.tasks.prefect_api.embedded_database import _newest_revision, migrated_by_one, newer_database
-from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper, _start_tied, embedded_server_kept_running
+from prefect_torch.deployments import work_pools
+from prefect_torch.tasks.prefect_api.embedded_server import keeping, tying
+from prefect_torch.tasks.prefect_api.embedded_server.database import _newest_revision, migrated_by_one, newer_database
+from prefect_torch.tasks.prefect_api.embedded_server.keeping import ServerKeeper, embedded_server_kept_running
+from prefect_torch.tasks.prefect_api.embedded_server.tying import _start_tied, tie_new_servers
 from prefect_torch.tasks.prefect_api.settings import unusable_home, using
 
 
@@ -199,12 +202,13 @@ def test_threads_that_need_a_server_at_the_same_time_start_one(monkeypatch):
 FORKED = """
 import os, threading
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_torch.tasks.prefect_api import embedded_server
+from prefect_torch.tasks.prefect_api.embedded_server import tying
 
+tying.tie_new_servers()
 is_held, may_end = threading.Event(), threading.Event()
 
 def hold():
-    with embedded_server._starting, embedded_server._restarting:
+    with tying._starting, tying.restarting:
         is_held.set()
         may_end.wait()
 
@@ -215,7 +219,7 @@ server = SubprocessASGIServer()
 server.running = True
 if (forked := os.fork()) == 0:
     server.start()
-    os._exit(not embedded_server._restarting.acquire(blocking=False))
+    os._exit(not tying.restarting.acquire(blocking=False))
 _, status = os.waitpid(forked, 0)
 may_end.set()
 holder.join()
@@ -240,7 +244,7 @@ def mortal(monkeypatch) -> list[int]:
 
     monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", run)
     monkeypatch.setattr(SubprocessASGIServer, "_instances", {})
-    monkeypatch.setattr(embedded_server, "_POLL_S", 0.0)
+    monkeypatch.setattr(keeping, "_POLL_S", 0.0)
     server = SubprocessASGIServer()
     server.server_process = run(server)
     return starts
@@ -270,7 +274,7 @@ def test_a_server_whose_database_a_newer_prefect_has_migrated_meanwhile_is_given
 
 
 def test_a_server_that_dies_now_and_then_is_started_each_time(mortal, monkeypatch):
-    monkeypatch.setattr(embedded_server, "_RESTART_PERIOD_S", 0.0)
+    monkeypatch.setattr(keeping, "_RESTART_PERIOD_S", 0.0)
     keeper, ended = ServerKeeper(), threading.Event()
     with disable_run_logger():
         thread = threading.Thread(target=keeper.keep, args=(ended,))
@@ -287,13 +291,13 @@ def settled(monkeypatch):
     """An embedded server whose keeper looks all the time, after the body of a flow, until the test ends."""
     monkeypatch.setattr(SubprocessASGIServer, "_run_uvicorn_command", lambda _: subprocess.Popen(["sleep", "600"]))
     monkeypatch.setattr(SubprocessASGIServer, "_instances", {})
-    monkeypatch.setattr(embedded_server, "_POLL_S", 0.01)
+    monkeypatch.setattr(keeping, "_POLL_S", 0.01)
     server = SubprocessASGIServer()
     server.server_process = server._run_uvicorn_command()
     with embedded_server_kept_running():
         pass
     yield server
-    embedded_server._end_keepers()
+    keeping._end_keepers()
     server.stop()
 
 
@@ -333,7 +337,7 @@ def test_a_server_that_is_being_stopped_has_not_died(settled, monkeypatch):
 )
 def test_no_proxy_stands_before_the_server_of_this_process(monkeypatch, before, after):
     monkeypatch.setattr(os, "environ", {**before, "HTTP_PROXY": "http://proxy:3128"})
-    embedded_server._reach_without_proxy("127.0.0.1")
+    tying._reach_without_proxy("127.0.0.1")
     assert os.environ == {**after, "HTTP_PROXY": "http://proxy:3128"}
     assert urllib.request.proxy_bypass_environment("127.0.0.1", urllib.request.getproxies_environment())
 
@@ -352,7 +356,7 @@ def test_a_slow_first_start_has_a_minute_unless_a_setting_or_the_caller_says_how
         def stop(self):
             pass
 
-    embedded_server._tie_from_the_start(SimpleNamespace(SubprocessASGIServer=Server))
+    tying._tie_from_the_start(SimpleNamespace(SubprocessASGIServer=Server))
     settings = get_current_settings()
     ephemeral = type(settings.server.ephemeral).model_construct(enabled=True)
     server = settings.server.model_copy(update={"ephemeral": ephemeral})
@@ -365,6 +369,39 @@ def test_a_slow_first_start_has_a_minute_unless_a_setting_or_the_caller_says_how
     assert timeouts == [60, 5, 7]
 
 
-def test_a_server_that_a_call_about_work_pools_starts_is_tied_to_this_process_too():
-    program = "from prefect_torch.deployments import create_work_pool; import sys; print(sys.argv[1] in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program, embedded_server.__name__], text=True) == "True\n"
+def test_a_server_that_a_call_about_work_pools_starts_is_tied_to_this_process_too(monkeypatch):
+    order = []
+
+    def refuse(**_):
+        order.append("client")
+        raise PermissionError
+
+    monkeypatch.setattr(work_pools, "tie_new_servers", lambda: order.append("tied"))
+    monkeypatch.setattr(work_pools, "get_client", refuse)
+    for call in (partial(work_pools.read_work_pool, "pool"), partial(work_pools.create_work_pool, "pool", "docker")):
+        with pytest.raises(PermissionError):
+            call()
+    assert order == ["tied", "client"] * 2
+
+
+def test_servers_are_tied_once_however_often_that_is_said():
+    tie_new_servers()
+    run = SubprocessASGIServer._run_uvicorn_command
+    finders = [it for it in sys.meta_path if type(it).__module__ == tying.__name__]
+    with ThreadPoolExecutor(3) as pool:
+        for said in [pool.submit(tie_new_servers) for _ in range(3)]:
+            said.result()
+    assert SubprocessASGIServer._run_uvicorn_command is run
+    assert [it for it in sys.meta_path if type(it).__module__ == tying.__name__] == finders
+
+
+def test_to_import_the_module_that_ties_servers_changes_nothing():
+    program = """
+import prefect, sys
+before = list(sys.meta_path)
+from prefect_torch.tasks.prefect_api.embedded_server import keeping, tying
+assert sys.meta_path == before
+tying.tie_new_servers()
+assert len(sys.meta_path) == len(before) + 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

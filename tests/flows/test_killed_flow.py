@@ -377,9 +377,9 @@ import pathlib, time, prefect
 
 @prefect.flow
 def wait():
-    from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+    from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 
-    tie_embedded_server()
+    tie_running_servers()
     pathlib.Path({str(ready)!r}).touch()
     time.sleep(600)
 

@@ -29,7 +29,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows import RunConfig, SearchConfig, grid, sweep, train
 from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.prefect_api import outage as api_outage
-from prefect_torch.tasks.prefect_api.embedded_server import ServerKeeper
+from prefect_torch.tasks.prefect_api.embedded_server.keeping import ServerKeeper
 from prefect_torch.tasks.prefect_api.outage import is_outage, outlast_api_outages
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -31,7 +31,7 @@ _READ_AT_IMPORT = re.compile(
 )
 # What a forked program has forked, rather than started as usual, when it starts processes itself.
 FORKED = re.compile(
-    r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|-c .* uvicorn --app-dir "
+    r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|/embedded_server/program\.py \d+ uvicorn "
     r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
     r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py "
     r"|/benchmarks/chaos\.py --train ",

@@ -332,7 +332,7 @@ def run(kind: str, words: list[str]) -> None:
     """Run a program as the interpreter does."""
     program, *arguments = words
     if program == "uvicorn" or arguments[:2] == ["server", "start"]:  # as an embedded one, which else stands still at times
-        exec(sys.modules["prefect_torch.tasks.prefect_api.embedded_server"].COLLECTED_ELSEWHERE, {})
+        importlib.import_module("prefect_torch.tasks.prefect_api.embedded_server.program").collect_garbage_elsewhere()
         _look_less_often()
     main_module = sys.modules["__main__"]
     for name in [name for name in vars(main_module) if name not in {"__name__", "__builtins__", "__doc__", "__loader__"}]:

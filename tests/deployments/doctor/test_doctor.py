@@ -20,7 +20,7 @@ from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.deployments.command_line.doctor import machine_checks, software_checks
 from prefect_torch.deployments.command_line.doctor.software_checks import FASTAPI, SQLALCHEMY
-from prefect_torch.tasks.prefect_api import embedded_server
+from prefect_torch.tasks.prefect_api.embedded_server import tying
 from servers import free_port
 
 
@@ -132,11 +132,11 @@ def test_no_api_and_none_allowed_is_wrong():
 
 
 def test_a_key_of_prefect_cloud_without_its_url_is_warned_of(caplog, monkeypatch):
-    monkeypatch.setattr(embedded_server, "get_run_logger", logging.getLogger)  # as of a flow run
+    monkeypatch.setattr(tying, "get_run_logger", logging.getLogger)  # as of a flow run
     no_api = {PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}
     with temporary_settings({**no_api, PREFECT_API_KEY: "pnu_1"}):
         (finding,) = software_checks.check_api()
-        embedded_server.tie_embedded_server()
+        tying.tie_running_servers()
     assert finding.status == "warning"
     assert "PREFECT_API_KEY is set, but PREFECT_API_URL is not" in finding.found
     assert f"{finding.found}: {finding.advice}" in caplog.text
