@@ -10,7 +10,6 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
-from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
@@ -27,11 +26,10 @@ from prefect_torch.flows.sweeps.optuna_study.study import check_search
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.space import Nested
-from prefect_torch.flows.sweeps.trial_storage import pin_source, remove_lost_pin
+from prefect_torch.flows.sweeps.trial_storage import pin_source
 from prefect_torch.flows.trials.deployed_trials import DeployedTrials, check_deployment
-from prefect_torch.flows.trials.leading import lead_trials
-from prefect_torch.flows.trials.left_trials import LeftTrials
 from prefect_torch.flows.trials.local_trials import LocalTrials
+from prefect_torch.flows.trials.sweep_leader import SweepLeader
 from prefect_torch.flows.trials.trial_runs import Training, TrialRuns
 from prefect_torch.tasks import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from prefect_torch.tasks.gang.engines.cluster_block import load_cluster
@@ -40,13 +38,12 @@ from prefect_torch.tasks.gang.machine.working_dir import pack_directory
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Termination, TerminationSwitch
 from prefect_torch.tasks.options.run_form import WithoutNull, none_if_empty, shown_as
 from prefect_torch.tasks.options.storage import configured_storage
-from prefect_torch.tasks.prefect_api.embedded_server import tie_embedded_server
+from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.tracebacks import first_line
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.rank.user_code.function_reference import reference_to
-from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.leadership import Claimant, claim_run
 from prefect_torch.tasks.training.outcomes import outcome_of_termination, record_outcome
 from pydantic import BeforeValidator
@@ -142,7 +139,7 @@ def sweep(
 
     """
     shorten_logs()
-    tie_embedded_server()
+    tie_running_servers()
     with outlast_api_outages(TerminationSwitch.is_thrown):
         return _run(_checked(train_fn, space, config, search, scaling, run, checkpoint, failure, trials_on))
 
@@ -154,7 +151,7 @@ class _Sweep:
     Attributes:
         run: Its run, which holds its records.
         definition: Its definition.
-        search: How it searches.
+        search_config: How it searches.
         space: The space that it searches.
         training: The training of every trial.
         function: The training function's name, or its location if trials run in a deployment.
@@ -164,7 +161,7 @@ class _Sweep:
 
     run: CheckpointStore
     definition: Definition
-    search: SearchConfig
+    search_config: SearchConfig
     space: Nested
     training: Training
     function: str
@@ -206,7 +203,7 @@ def _run(sweep: _Sweep) -> SweepResult:
     claimed = _claim(run, run_config, sweep.definition)
     termination = Termination(sweep.training.failure.grace_s)
     with termination.limit_retries(), _outcome_recorded(run, claimed, sweep.training, termination):
-        has_seed, may_be_fresh = sweep.search.seed is not None, run_config.resume == "never"
+        has_seed, may_be_fresh = sweep.search_config.seed is not None, run_config.resume == "never"
         begun = begin(run, claimed, sweep.definition, has_seed=has_seed, may_be_fresh=may_be_fresh)
         trials = _lead(sweep, claimed, begun, termination)
     result = SweepResult.of(run, begun.definition, trials)
@@ -215,58 +212,44 @@ def _run(sweep: _Sweep) -> SweepResult:
 
 def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termination) -> Mapping[int, TrialRecord]:
     """Run the trials of a claimed sweep to their end, and return them."""
-    run, search, training = sweep.run, sweep.search, sweep.training
-    events = SweepEvents(run, search.metrics[0], search.modes[0], history_of(begun.events))
+    run, config = sweep.run, sweep.search_config
+    events = SweepEvents(run, config.metrics[0], config.modes[0], history_of(begun.events))
     with closing(events):
-        searched = Search(
-            search,
+        search = Search(
+            config,
             sweep.space,
             begun.definition.seed,
             RecordedTrials(begun.events, begun.journal.append, events.observe),
             run.name,
             partial(pin_source, run),
-            keeps_left_runs=training.checkpoint.num_to_keep is None,
+            keeps_left_runs=sweep.training.checkpoint.num_to_keep is None,
         )
-        check_lead = partial(check_fence, run, claimed.number)
-        renewal = ClaimRenewal(run, claimed.number)
-        before = dict(searched.trials)
-        check_lead()  # the journal may have been read for minutes, and another flow run leads the sweep by now
-        remove_lost_pin(run, before.values())
-        left = LeftTrials(run, are_deployed=sweep.trials_on is not None)
-        left.cancel_former(begun.former.values())
-        if sweep.trials_on is None:
-            left.cancel(before.values(), "the sweep goes on with its trials in its own process")
-        check_lead()  # so may have been each request to Prefect
-        left.record_expected_questions()
-
-        def check_now_and_then() -> None:
-            if renewal.is_due:  # also where trials run for weeks without an entry in the journal
-                renewal.renew()
-            check_lead()
-            left.cancel_again()
-
-        if training.working_dir is not None:
-            training = replace(training, working_dir=training.working_dir.stored_by(run))
-        training = replace(training, ranks_at_once=_ranks_at_once(training, min(search.max_concurrent, searched.num_trials)))
-        local = LocalTrials(training, searched, run)
+        leader = SweepLeader(run, claimed.number, search, are_deployed=sweep.trials_on is not None)
+        leader.take_over(begun.former.values())
+        training = _prepared(sweep.training, run, min(config.max_concurrent, search.num_trials))
+        local = LocalTrials(training, search, run)
         trials: TrialRuns = local
         if sweep.trials_on is not None:
-            trials = DeployedTrials(training, searched, run, check_lead, sweep.trials_on, sweep.function)
+            trials = DeployedTrials(training, search, run, leader.check, sweep.trials_on, sweep.function)
         # A suspended sweep runs to its end: its trials could not distinguish a suspension from a failure.
         with (
             spared_from_suspension(),
             cancellable(termination, local.terminate_cancelled),
-            show_sweep(run, begun.definition, searched, search, training.run_config),
+            show_sweep(run, begun.definition, search, training.run_config),
         ):
-            searched.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
+            search.lead(claimed.number, begun.definition.config, is_fresh=begun.is_fresh)
             if begun.is_fresh:
                 store_definition(run, begun.definition)
             with _termination_recorded(run, claimed, training, termination):  # before the page: a worker may kill it soon
-                termination.outlast(lambda: lead_trials(searched, trials, run, search, termination, check_now_and_then))
-        left.cancel_again()
-        if before and searched.trials == before:
-            get_run_logger().warning("%s", _nothing_left(search, searched))
-    return searched.trials
+                termination.outlast(partial(leader.lead, trials, termination))
+        leader.close()
+    return search.trials
+
+
+def _prepared(training: Training, run: Run, num_at_once: int) -> Training:
+    """Return the training of trials, of which up to `num_at_once` run at a time; the copy of their directory is stored."""
+    working_dir = None if training.working_dir is None else training.working_dir.stored_by(run)
+    return replace(training, working_dir=working_dir, ranks_at_once=_ranks_at_once(training, num_at_once))
 
 
 def _ranks_at_once(training: Training, num_trials: int) -> int:
@@ -278,15 +261,6 @@ def _ranks_at_once(training: Training, num_trials: int) -> int:
         return num_trials * scaling.most_workers
     num_at_once = min(num_trials, len(training.gpus) // scaling.fewest_workers)
     return max(1, min(num_at_once * scaling.most_workers, len(training.gpus)))
-
-
-def _nothing_left(search: SearchConfig, searched: Search) -> str:
-    """Return why no trial ran, and how to begin a new search, as Ray's Tuner does under a name that was used before."""
-    spent = f"the time budget of {search.time_budget_s:g} s is used up" if searched.budget.is_used_up else "none was left"
-    return (
-        f"no trial ran: {spent}, so the result is the earlier one; another RunConfig.name begins a new sweep, and "
-        "resume='never' begins this one again"
-    )
 
 
 def _training(

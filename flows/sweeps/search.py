@@ -43,7 +43,7 @@ class Search:
     """The search of one sweep; safe to share between threads.
 
     Args:
-        search: The configuration.
+        search_config: The configuration.
         space: The space.
         seed: The seed.
         recorded: The record of the trials so far, to which events are added.
@@ -54,6 +54,7 @@ class Search:
         keeps_left_runs: Whether runs that a trial has left for another one's checkpoint keep theirs, unless `keep_best_trials`.
 
     Attributes:
+        search_config: The configuration.
         metrics: The names of the metrics that are optimized.
         recorded: The record of the trials.
         trials: Every trial, by number.
@@ -64,7 +65,7 @@ class Search:
 
     def __init__(
         self,
-        search: SearchConfig,
+        search_config: SearchConfig,
         space: Nested,
         seed: int,
         recorded: RecordedTrials,
@@ -74,24 +75,24 @@ class Search:
         *,
         keeps_left_runs: bool = True,
     ) -> None:
-        self._search = search
-        self.metrics = search.metrics
+        self.search_config = search_config
+        self.metrics = search_config.metrics
         self.recorded = recorded
         self.trials: History = recorded.by_number
         self._sweep = sweep
         self._pin = pin
         self._keeps_left_runs = keeps_left_runs
-        self.budget = TimeBudget(search.time_budget_s, recorded, clock)
-        points = grid_points(search, space)
-        self._study = Study(recorded.operations, search, space, seed, points)
-        self._sampler = check_sampler(search, space)
+        self.budget = TimeBudget(search_config.time_budget_s, recorded, clock)
+        points = grid_points(search_config, space)
+        self._study = Study(recorded.operations, search_config, space, seed, points)
+        self._sampler = check_sampler(search_config, space)
         default = len(points) if self._sampler == "grid" else _DEFAULT_TRIALS
-        self.num_trials = search.num_trials or default
-        self._make_scheduler = partial(make_scheduler, search, space, seed)
+        self.num_trials = search_config.num_trials or default
+        self._make_scheduler = partial(make_scheduler, search_config, space, seed)
         self._scheduler = self._make_scheduler(self.num_trials)
         self._error: Exception | None = None
         self._led: tuple[int, dict[str, Any] | None] = (0, None)
-        self._restarts = sorted(recorded.in_state("failed")) if search.restart_errored else []
+        self._restarts = sorted(recorded.in_state("failed")) if search_config.restart_errored else []
 
     def lead(self, attempt: int, config: dict[str, Any] | None = None, *, is_fresh: bool = False) -> None:
         """Record that this process leads the sweep, with the config of all trials so far; `use_config` sets another one."""
@@ -154,7 +155,7 @@ class Search:
             count_reports: Returns how often its present run has reported up to the checkpoint that it begins from.
 
         """
-        trial, stop, time_attr = self.trials[number], limits_of(self._search), self._search.time_attr
+        trial, stop, time_attr = self.trials[number], limits_of(self.search_config), self.search_config.time_attr
         milestone = self._milestone_of(trial)
         if milestone is None and not stop:
             return None
@@ -178,9 +179,9 @@ class Search:
         """Return whether a trial goes on after a report; the decision is recorded, and returned again for the same report."""
         with self.recorded.lock:
             trial, metrics = self.trials[number], request.metrics
-            score = find_score(metrics, self._search.metrics[0])
+            score = find_score(metrics, self.search_config.metrics[0])
             value = math.nan if score is None else as_float(score) * self._sign
-            at = time_of(self._search.time_attr, request.step, request.num_reports, metrics)
+            at = time_of(self.search_config.time_attr, request.step, request.num_reports, metrics)
             at = at if at is not None and math.isfinite(at) else math.nan
             report = RungReport(at, value, request.checkpoint, request.num_reports)
             if trial.reports and _is_same(trial.reports[-1], report):  # asked again after a restart of this process
@@ -211,7 +212,7 @@ class Search:
 
     def _decide_by_limit(self, trial: TrialRecord, request: DecisionRequest) -> Verdict:
         """Return that a trial continues, unless it has reached a limit: then it ends, and has failed if it lacks a metric."""
-        limit = reached_limit(self._search, request)
+        limit = reached_limit(self.search_config, request)
         if limit is None:
             return Verdict(True, self._milestone_of(trial))
         end = TrialEnd("completed", limit, request.newest)
@@ -222,10 +223,10 @@ class Search:
 
     @property
     def _sign(self) -> int:
-        return 1 if self._search.modes[0] == "min" else -1
+        return 1 if self.search_config.modes[0] == "min" else -1
 
     def _decide(self, history: History, trial: TrialRecord, request: DecisionRequest) -> Decision:
-        limit = reached_limit(self._search, request)
+        limit = reached_limit(self.search_config, request)
         return self._scheduler.decide(history, trial.number) if limit is None else Decision("completed", reason=limit)
 
     def _clone(self, number: int, clone: Clone) -> Cloned | None:
@@ -248,8 +249,8 @@ class Search:
         if state in ("paused", "stopped"):
             self._study.observe(trial.study_number, Observation("pruned", intermediate=on_the_way))
             return
-        values = [as_float(math.nan if (it := find_score(metrics, metric)) is None else it) for metric in self._search.metrics]
-        signs = [1 if mode == "min" else -1 for mode in self._search.modes]
+        values = [as_float(math.nan if (it := find_score(metrics, metric)) is None else it) for metric in self.metrics]
+        signs = [1 if mode == "min" else -1 for mode in self.search_config.modes]
         numbers = tuple(value for value, sign in zip(values, signs, strict=True) if _is_told(value * sign))
         is_complete = state == "completed" and len(numbers) == len(values)
         observed = Observation("complete", numbers, on_the_way) if is_complete else Observation("failed")
@@ -289,8 +290,8 @@ class Search:
 
     def _needed_by(self, trial: TrialRecord) -> list[str]:
         """Return the metrics without which a trial has failed: also the scheduler's time, unless a report had it."""
-        has_time = not self._search.is_timed_by_metric or any(not math.isnan(report.time) for report in trial.reports)
-        return self.metrics if has_time or trial.milestone is None else [*self.metrics, self._search.time_attr]
+        has_time = not self.search_config.is_timed_by_metric or any(not math.isnan(report.time) for report in trial.reports)
+        return self.metrics if has_time or trial.milestone is None else [*self.metrics, self.search_config.time_attr]
 
     def raise_if_failed(self) -> None:
         """Raise if too many trials have failed, or a decision could not be recorded.
@@ -302,7 +303,7 @@ class Search:
         if self._error is not None:
             raise self._error
         with self.recorded.lock:
-            self._failures().raise_if_too_many(self._search.max_failed_trials)
+            self._failures().raise_if_too_many(self.search_config.max_failed_trials)
 
     def raise_if_all_failed(self) -> None:
         """Raise if every trial has failed.
@@ -319,7 +320,8 @@ class Search:
         return Failures(self._sweep, self.trials, failed, has_completed=bool(self.recorded.in_state("completed")))
 
     def _start(self, number: int) -> TrialRecord:
-        suggestion = self._study.suggest(number, compared_values(self.trials, self._scheduler, self._search, self._sampler))
+        compared = compared_values(self.trials, self._scheduler, self.search_config, self._sampler)
+        suggestion = self._study.suggest(number, compared)
         self.recorded.record(
             TrialStarted(
                 number,
@@ -347,14 +349,14 @@ class Search:
             is_over: Whether the search has no more trials, so that none that is paused is resumed.
 
         """
-        keep = self._search.keep_best_trials
+        keep = self.search_config.keep_best_trials
         if keep is None and self._keeps_left_runs:
             return ()
         with self.recorded.lock:
             lost = frozenset() if keep is None else self._scheduler.lost(self.trials)
             if is_over and not self.budget.is_used_up:
                 lost = frozenset(self.recorded.in_state("paused"))
-            excess = find_excess(self.trials, lost, keep, self.metrics, self._search.modes)
+            excess = find_excess(self.trials, lost, keep, self.metrics, self.search_config.modes)
             for number in excess.stopped:
                 reason = f"{keep} better trials keep their checkpoints"
                 metrics = self.trials[number].metrics

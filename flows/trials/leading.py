@@ -9,7 +9,6 @@ from prefect_torch.ckpt import CheckpointStore, StorageError
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
 from prefect_torch.flows.sweeps.trial_storage import delete_all, end_of, undecided, unpin_source
 from prefect_torch.flows.sweeps.unused_criteria import UnusedCriteria
@@ -26,7 +25,6 @@ def lead_trials(
     search: Search,
     trials: TrialRuns,
     sweep: CheckpointStore,
-    config: SearchConfig,
     termination: Termination,
     check_lead: Callable[[], None] = lambda: None,
 ) -> None:
@@ -36,7 +34,6 @@ def lead_trials(
         search: The search.
         trials: Its trials.
         sweep: The sweep.
-        config: The configuration of the search.
         termination: Whether the flow run is being terminated.
         check_lead: Raises FencedError if another process leads the sweep by now; called before a trial starts, and every half
             minute.
@@ -47,14 +44,14 @@ def lead_trials(
         TerminatedError: If the flow run was terminated; the trials have stopped.
 
     """
-    waiting, has_news, unused = _recovered(search, sweep), True, UnusedCriteria(config)
+    waiting, has_news, unused = _recovered(search, sweep), True, UnusedCriteria(search.search_config)
     check_now_and_then = _now_and_then(check_lead)
     try:
         while True:
             termination.raise_if_requested()
             search.raise_if_failed()
             search.record_time()
-            while trials.num_running() < config.max_concurrent:
+            while trials.num_running() < search.search_config.max_concurrent:
                 trial = waiting.pop(0) if waiting else search.next_trial()
                 if trial is None:
                     break
@@ -80,7 +77,7 @@ def lead_trials(
         trials.close()
         raise
     trials.close()
-    _log_used_budget(search, config)
+    _log_used_budget(search)
     search.raise_if_all_failed()
 
 
@@ -103,13 +100,13 @@ def _warn(lines: Iterable[str]) -> None:
         get_run_logger().warning("%s", line)
 
 
-def _log_used_budget(search: Search, config: SearchConfig) -> None:
+def _log_used_budget(search: Search) -> None:
     if search.budget.is_used_up:
         get_run_logger().info(
             "%d of %d trials were started in the time budget of %g s; with a higher one, the sweep goes on",
             len(search.trials),
             search.num_trials,
-            config.time_budget_s,
+            search.search_config.time_budget_s,
         )
 
 

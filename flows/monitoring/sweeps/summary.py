@@ -18,7 +18,6 @@ from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, score_of
 from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 from prefect_torch.flows.sweeps.search import Search
-from prefect_torch.flows.sweeps.search_config import SearchConfig
 from prefect_torch.tasks import RunConfig
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -28,14 +27,13 @@ from .trial_table import TrialTable
 from .view import SweepView
 
 
-def show_sweep(run: Run, definition: Definition, searched: Search, search: SearchConfig, given: RunConfig) -> SweepObserver:
+def show_sweep(run: Run, definition: Definition, search: Search, given: RunConfig) -> SweepObserver:
     """Return the observer of a sweep that begins in this flow run, and log where its trials are; one request.
 
     Args:
         run: The sweep.
         definition: The space and the metrics of the sweep.
-        searched: The search, which has the trials.
-        search: The configuration of its search.
+        search: The search, which has the trials.
         given: The storage as its caller gave it.
 
     """
@@ -44,11 +42,11 @@ def show_sweep(run: Run, definition: Definition, searched: Search, search: Searc
         client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
     get_run_logger().info("%s", describe_location(f"trials of sweep {run.name!r}", run, given))
     warn_of_temporary_storage(run)
-    has_rungs = search.scheduler in WITH_RUNGS
-    context = SweepContext(portable_storage(given, run.spec), searched.num_trials, has_rungs)
-    table = TrialTable.at_terminal(searched.num_trials, has_rungs=has_rungs)
+    has_rungs = search.search_config.scheduler in WITH_RUNGS
+    context = SweepContext(portable_storage(given, run.spec), search.num_trials, has_rungs)
+    table = TrialTable.at_terminal(search.num_trials, has_rungs=has_rungs)
     view = SweepView(run, definition)
-    return SweepObserver(view, lambda: dict(searched.trials), context, UUID(flow_run.id), table)
+    return SweepObserver(view, lambda: dict(search.trials), context, UUID(flow_run.id), table)
 
 
 def summarize_sweep(definition: Definition, trials: History) -> str:
