@@ -7,13 +7,14 @@ from typing import Any
 
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import StorageError
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, write_outcome
+from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.prefect_api.flow_run import is_being_cancelled
-from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import counts_against
+from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
+from prefect_torch.tasks.rank.failures import CONSEQUENCES, counts_against
 from prefect_torch.tasks.rank.plain_result import encode_value
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -29,6 +30,38 @@ def record_outcome(run: Run, outcome: Outcome) -> None:
         get_run_logger().warning("the outcome of attempt %d of run %r could not be written: %s", outcome.attempt, run.name, exc)
 
 
+def safe_work(run: str, newest: str | None) -> str:
+    """Return up to which step the work of a run is safe.
+
+    Args:
+        run: The run's name.
+        newest: The id of its newest checkpoint; None if there is none.
+
+    """
+    if newest is None:
+        return "nothing was committed yet"
+    return f"work is safe up to step {step_of(newest)} ({newest}), where the next training named {run!r} continues"
+
+
+def count_as_lost(failure: RankFailedError) -> None:
+    """Count a rank that was ended by SIGTERM as lost, where the attempt has committed nothing: it may recur forever."""
+    if failure.kind == "preemption" and failure.rank is not None:
+        failure.kind = "infrastructure"
+
+
+def log_failure(failure: RankFailedError, safe_work: str) -> None:
+    """Log which rank failed, and why, with its traceback, which ends with the message; then which work is safe, if known."""
+    shown = show_traceback(failure)
+    text = f"{shown}\n" if shown else f"{failure}; "
+    get_run_logger().error("%s", f"{text}{safe_work}".rstrip("; \n"))
+
+
+def warn_of_failure_at_termination(failure: Exception) -> None:
+    """Warn of a rank that failed by itself while it was to end: that costs no budget, and may occur at each termination."""
+    if isinstance(failure, RankFailedError) and failure.kind not in ("preemption", *CONSEQUENCES):
+        get_run_logger().warning("%s", show_traceback(failure) or failure)
+
+
 def outcome_of_failure(claimed: Attempt, error: Exception) -> Outcome:
     """Return the outcome of an attempt that failed, with the traceback of each rank that did."""
     if isinstance(error, RankFailedError):
@@ -39,6 +72,17 @@ def outcome_of_failure(claimed: Attempt, error: Exception) -> Outcome:
     else:
         message, errors = repr(error), {}
     return Outcome(claimed.number, "failed", claimed.owner.flow_run_id, counts_against(error), message, errors)
+
+
+def outcome_of_end(claimed: Attempt, ending: Ending, value: Any) -> Outcome:
+    """Return the outcome of an attempt whose ranks have returned, rank 0 with `value`."""
+    return Outcome(claimed.number, ending, claimed.owner.flow_run_id, return_value=recorded_value(value))
+
+
+def outcome_of_regrowth(claimed: Attempt, safe_work: str) -> Outcome:
+    """Return the outcome of an attempt that goes on with more ranks; it is of no kind, and costs no budget."""
+    message = f"it goes on with more ranks; {safe_work}"
+    return Outcome(claimed.number, "preempted", claimed.owner.flow_run_id, error=message)
 
 
 def _with_own_traceback(error: RankFailedError) -> str:

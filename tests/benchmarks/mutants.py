@@ -459,7 +459,7 @@ MUTANTS = [
     ),
     *mutants_of("ckpt/files/cache.py", "tests/ckpt/files/test_cache.py", ("fcntl.flock(reader, fcntl.LOCK_UN)", "pass")),
     *mutants_of(
-        "tasks/training/workers_task.py",
+        "tasks/training/attempt_leader.py",
         "tests/tasks/training/test_start.py -k known_to_be_stopped",
         (
             "self._is_stopped = not verdict.goes_on\n            answer(key_value, request.number, verdict)",
@@ -467,7 +467,7 @@ MUTANTS = [
         ),
     ),
     *mutants_of(
-        "tasks/training/workers_task.py",
+        "tasks/training/attempt_leader.py",
         "tests/flows/test_interruptions.py -k overtaken_while_it_waited",
         ("check_fence(self._store, claimed.number)", "pass"),
     ),

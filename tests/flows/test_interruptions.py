@@ -66,7 +66,7 @@ from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 from prefect_torch.tasks.gang.termination import TERMINATIONS, CancelledInPrefect, Interruption, Termination, TerminationSwitch
 from prefect_torch.tasks.prefect_api import paging
 from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_being_cancelled, is_cancellation, is_unknown
-from prefect_torch.tasks.training import backoff, outcomes, recorder, workers_task
+from prefect_torch.tasks.training import attempt_leader, backoff, outcomes, recorder
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 from ranks import Attempt, folder
 
@@ -210,8 +210,8 @@ def test_the_outcome_of_a_terminated_attempt_is_stored_before_its_last_prune_and
             super().flush()
 
     monkeypatch.setattr(recorder, "RetentionSchedule", Schedule)
-    monkeypatch.setattr(workers_task, "LogFiles", Files)
-    monkeypatch.setattr(workers_task._Leader, "_lend", lend)
+    monkeypatch.setattr(attempt_leader, "LogFiles", Files)
+    monkeypatch.setattr(attempt_leader.AttemptLeader, "_lend", lend)
     terminating = threading.Thread(target=terminate)
     terminating.start()
     with switch.governs(), pytest.raises(CancelledInPrefect):
@@ -250,12 +250,12 @@ def test_a_claim_that_outlasts_the_wait_for_the_leader_takes_no_gpus(tmp_path, m
     """Nobody would release them before the end of the process, such as a notebook's kernel."""
     switch, goes_on, taken = TerminationSwitch(), threading.Event(), []
 
-    def claim(*args, original=workers_task.claim):
+    def claim(*args, original=attempt_leader.claim):
         switch.cause = CancelledInPrefect()
         assert goes_on.wait(60)
         return original(*args)
 
-    monkeypatch.setattr(workers_task, "claim", claim)
+    monkeypatch.setattr(attempt_leader, "claim", claim)
     monkeypatch.setattr(GpuAllocation, "take", lambda *_: taken.append(None))
     monkeypatch.setattr(termination_module, "_LAST_S", 0.0)
     run_config = RunConfig(name="run", storage=str(tmp_path))
@@ -272,7 +272,7 @@ def test_a_claim_that_outlasts_the_wait_for_the_leader_takes_no_gpus(tmp_path, m
 def test_an_attempt_that_was_overtaken_while_it_waited_for_gpus_starts_nothing(tmp_path, monkeypatch):
     store, started = CheckpointStore.open(tmp_path, "run"), []
     monkeypatch.setattr(GpuAllocation, "take", lambda *_: claim_attempt(store, Owner.current("another"), world_size=1))
-    monkeypatch.setattr(workers_task, "record_world_size", lambda _, claimed, *__: started.append(claimed) or claimed)
+    monkeypatch.setattr(attempt_leader, "record_world_size", lambda _, claimed, *__: started.append(claimed) or claimed)
     with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
         train("trainings:leave_once", run=RunConfig(name="run", storage=str(tmp_path)), failure=FailureConfig(grace_s=0))
     assert not started

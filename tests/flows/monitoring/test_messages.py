@@ -22,7 +22,7 @@ from prefect_torch.flows.monitoring.messages import LocationObserver
 from prefect_torch.flows.result import summarize
 from prefect_torch.tasks import run_logs
 from prefect_torch.tasks.run_logs import library_logs_in_run
-from prefect_torch.tasks.training import workers_task
+from prefect_torch.tasks.training import attempt_leader
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
 from ranks import Attempt as RankAttempt
 from ranks import folder
@@ -171,13 +171,13 @@ def test_what_is_said_of_checkpoints_before_and_after_the_ranks_is_told_in_the_r
     """Such as the output of a failing sync tool, or what a start leaves out: it was in the output of the process alone."""
 
     def tell(name):
-        call = getattr(workers_task, name)
+        call = getattr(attempt_leader, name)
 
         def telling(*args):
             logging.getLogger("prefect_torch.ckpt.storage").warning("during %s", name)
             return call(*args)
 
-        monkeypatch.setattr(workers_task, name, telling)
+        monkeypatch.setattr(attempt_leader, name, telling)
 
     for name in ("claim", "RunRecorder", "record_outcome"):
         tell(name)

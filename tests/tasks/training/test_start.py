@@ -33,11 +33,11 @@ from prefect_torch.tasks.gang.termination import Termination
 from prefect_torch.tasks.gang.watch import RankWatch
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.training import retention_schedule
+from prefect_torch.tasks.training.attempt_leader import AttemptLeader
 from prefect_torch.tasks.training.backoff import FIRST_PAUSE_S
 from prefect_torch.tasks.training.leadership import lineage_of
 from prefect_torch.tasks.training.recorder import RunRecorder
 from prefect_torch.tasks.training.start import choose_start, claim
-from prefect_torch.tasks.training.workers_task import _Leader
 from ranks import Attempt, folder
 from small_disk import mounted
 from wrapped_storage import WrappedStorage
@@ -370,7 +370,7 @@ def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):
 def test_an_attempt_is_known_to_be_stopped_before_its_ranks_are_told():
     """They may end at once, and it would count as completed, or as failed."""
     decisions, known = SimpleNamespace(decide=lambda _: Verdict(goes_on=False)), []
-    leader = _Leader(SimpleNamespace(decisions=decisions, store=None), *[None] * 5)
+    leader = AttemptLeader(SimpleNamespace(decisions=decisions, store=None), *[None] * 5)
 
     class Noting(MemoryKeyValue):
         def set(self, key, value):
