@@ -158,11 +158,7 @@ class CheckpointStore(Run):
         check_free(self.committed(checkpoint_id), name)
         key = self.layout.evaluation(checkpoint_id, name)
         self.storage.put_bytes(key, encode_evaluation(checkpoint_id, name, cleaned))
-        if not self.exists(checkpoint_id):  # pruned since it was read: no other process knows of the object
-            self.storage.delete([key])
-            raise CheckpointNotFoundError(
-                f"checkpoint {checkpoint_id} of run {self.name!r} in {self.storage.url} was pruned while it was evaluated"
-            )
+        self.check_still_exists(checkpoint_id, key)
 
     def pin(self, checkpoint_id: str, token: str | None = None) -> None:
         """Keep `checkpoint_id` until it is unpinned, despite any retention policy and any concurrent prune.
@@ -182,7 +178,7 @@ class CheckpointStore(Run):
         if not is_id(checkpoint_id):
             raise CheckpointNotFoundError(f"run {self.name!r} in {self.storage.url} has no checkpoint {checkpoint_id[:100]!r}")
         key = self.layout.pin(checkpoint_id, token or secrets.token_hex(4))  # unique: withdrawing this pin removes no other
-        self.put_json(key, {"pinned_at": utc_now()})
+        self.records.put_json(key, {"pinned_at": utc_now()})
         try:
             self._check_stays(checkpoint_id)
         except BaseException:

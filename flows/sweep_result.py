@@ -9,6 +9,7 @@ from prefect_torch.ckpt import Checkpoint
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.history import newest_of_each, read_history
 from prefect_torch.ckpt.runs.metrics import Metrics, flatten_metrics
+from prefect_torch.ckpt.runs.records.small_records import left_out_if_newer
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.opening import StorageLike
 from prefect_torch.flows.monitoring.sweeps.notebook import sweep_html
@@ -252,7 +253,7 @@ def _read(run: Run, *, partial: bool) -> tuple[History, str | None]:
 def _lacks_ends(run: Run, trials: History) -> bool:
     """Return whether the sweep has completed while one of `trials` is running; costs no request if none is."""
     is_going_on = any(trial.state == "running" for trial in trials.values())
-    status = run.leave_out_newer(lambda: read_status(run)) if is_going_on else None
+    status = left_out_if_newer(lambda: read_status(run)) if is_going_on else None
     return status is not None and status.is_completed
 
 

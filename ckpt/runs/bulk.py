@@ -62,7 +62,7 @@ def all_are(kinds: Collection[type], values: Iterable[object]) -> bool:
 
 
 def are_counts(values: Sequence[Any]) -> bool:
-    """Return whether the values are `record_fields.Count`s."""
+    """Return whether the values are `records.fields.Count`s."""
     return all_are({int}, values) and min(values, default=0) >= 0 and max(values, default=0) < 2**63
 
 

@@ -15,7 +15,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordErr
 from prefect_torch.ckpt.runs.layout import Layout, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
-from prefect_torch.ckpt.runs.record_fields import decode
+from prefect_torch.ckpt.runs.records.fields import decode
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics, add_newest
-from prefect_torch.ckpt.runs.record_fields import Time
+from prefect_torch.ckpt.runs.records.fields import Time
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.records import fields_of

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 from prefect_torch.ckpt.errors import MalformedRecordError, ReportMismatchError
 from prefect_torch.ckpt.runs.metrics import Metrics, to_json
-from prefect_torch.ckpt.runs.record_fields import Count, Within, decode
+from prefect_torch.ckpt.runs.records.fields import Count, Within, decode
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, seal, unseal
 

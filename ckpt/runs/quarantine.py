@@ -7,6 +7,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFound
 from prefect_torch.ckpt.runs.deletion.marks import is_marked
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
+from prefect_torch.ckpt.runs.records.small_records import left_out_if_newer
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.text import as_command, utc_now
@@ -32,10 +33,11 @@ def quarantine(run: Run, checkpoint_id: str, reason: str) -> None:
         raise CheckpointNotFoundError(f"checkpoint {checkpoint_id} of run {run.name!r} was pruned meanwhile") from exc
     _logger.warning("checkpoint %s of run %r is damaged and set aside: %s", checkpoint_id, run.name, reason)
     key = run.layout.quarantine(checkpoint_id)
-    before = str((run.get_json(key) or {}).get("manifest"))  # a restore that was killed may have torn the manifest that it put
+    # A restore that was killed may have torn the manifest that it put.
+    before = str((run.records.get_json(key) or {}).get("manifest"))
     if not _is_intact(manifest) and _is_intact(before):
         manifest = before
-    run.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
+    run.records.put_json(key, {"reason": reason, "manifest": manifest, "quarantined_at": utc_now()})
     try:
         run.storage.delete([manifest_key])
     except PermissionError as exc:
@@ -64,7 +66,7 @@ def _is_intact(manifest: str) -> bool:
 def restore(run: Run, checkpoint_id: str) -> Manifest:
     """Restore a quarantined checkpoint; see `CheckpointStore.restore`."""
     key = run.layout.quarantine(checkpoint_id)
-    note = run.get_json(key)
+    note = run.records.get_json(key)
     if note is None:
         raise CheckpointNotFoundError(
             f"run {run.name!r} in {run.storage.url} has no checkpoint {checkpoint_id} in quarantine; "
@@ -118,5 +120,5 @@ class _Note:
 
 def _reason(run: Run, checkpoint_id: str) -> str:
     key = run.layout.quarantine(checkpoint_id)
-    note = run.leave_out_newer(lambda: run.get_record(_Note, key, "the note of a quarantine"))
+    note = left_out_if_newer(lambda: run.records.get(_Note, key, "the note of a quarantine"))
     return "unknown" if note is None else note.reason

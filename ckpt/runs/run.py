@@ -1,6 +1,5 @@
 """One run's records as every module reads them: its location, its listings, its manifests."""
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,12 +18,12 @@ from prefect_torch.ckpt.errors import (
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint, evaluation_of, read_listing, with_evaluations
 from prefect_torch.ckpt.runs.layout import Layout, check_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory, attempt_of, is_id
-from prefect_torch.ckpt.runs.record_fields import decode
+from prefect_torch.ckpt.runs.records.small_records import SmallRecords, location_of
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.opening import StorageLike, is_open, open_storage, parse_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, Storage, StorageSpec
-from prefect_torch.ckpt.storage.records import check_digest, parse, with_digest
+from prefect_torch.ckpt.storage.records import with_digest
 from prefect_torch.ckpt.storage.retry import retries_ended_by
 from prefect_torch.ckpt.storage.sizes import find_size
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-_SHOWN = 300
 _METADATA_DIGEST = "prefect-torch.digest"  # a key beside the user's own
 _logger = logging.getLogger(__name__)
 
@@ -86,6 +84,11 @@ class Run:
 
         """
         return replace(self, layout=Layout(check_run_name(run)), memory=None)
+
+    @property
+    def records(self) -> SmallRecords:
+        """The small records of the storage, by their keys."""
+        return SmallRecords(self.storage)
 
     @property
     def name(self) -> str:
@@ -266,9 +269,8 @@ class Run:
 
     def metadata(self, manifest: Manifest) -> dict[str, Any]:
         """Return the user's metadata: the value set last, or the committed one; with a warning, if the former is damaged."""
-        key, what = self.layout.metadata(manifest.id), "the metadata of a checkpoint"
-        where = self._location_of(key)
-        changed = self._read_small(key, what, lambda found: check_digest(found, where, what, _METADATA_DIGEST))
+        key = self.layout.metadata(manifest.id)
+        changed = self.records.get_verified(key, "the metadata of a checkpoint", _METADATA_DIGEST)
         return dict(manifest.metadata) if changed is None else changed
 
     def put_metadata(self, checkpoint_id: str, metadata: Mapping[str, Any]) -> None:
@@ -283,75 +285,30 @@ class Run:
             raise ValueError(f"metadata must not have the key {_METADATA_DIGEST!r}, which is reserved for its digest")
         self.check_exists(checkpoint_id)
         key = self.layout.metadata(checkpoint_id)
-        self.put_json(key, with_digest(metadata, _METADATA_DIGEST))
-        if not self.exists(checkpoint_id):  # pruned since then: no other process knows of the object
+        self.records.put_json(key, with_digest(metadata, _METADATA_DIGEST))
+        self.check_still_exists(checkpoint_id, key)
+
+    def check_still_exists(self, checkpoint_id: str, key: str) -> None:
+        """Delete the object at `key`, stored beside a checkpoint, if that was pruned meanwhile: no other process knows of it.
+
+        Raises:
+            CheckpointNotFoundError: If the checkpoint was pruned.
+
+        """
+        if not self.exists(checkpoint_id):
             self.storage.delete([key])
             raise self._not_found(checkpoint_id)
 
-    def get_json(self, key: str) -> dict[str, Any] | None:
-        """Return a small JSON object; None if it does not exist, or with a warning if it is no JSON object."""
-        return self._read_small(key, "a JSON object", lambda found: found)
-
-    def get_record(self, kind: type[T], key: str, what: str, *, key_of: Callable[[T], str] | None = None) -> T | None:
-        """Return the small record at `key`; None if it does not exist, or with a warning if it is malformed or damaged.
-
-        Args:
-            kind: Its dataclass; see `record_fields.decode`.
-            key: Its key.
-            what: A description of the record, with its article, for the warning.
-            key_of: Returns the key that a record belongs to, by its fields; None if they do not determine it.
-
-        Raises:
-            UnsupportedFormatError: If a newer version wrote it.
-
-        """
-        where = self._location_of(key)
-
-        def read(found: dict[str, Any]) -> T:
-            record = decode(kind, found, where, what)
-            check_digest(found, where, what)
-            if key_of is not None and key_of(record) != key:
-                raise MalformedRecordError(f"{where} is not {what}: it is that of {key_of(record)[:_SHOWN]!r}")
-            return record
-
-        return self._read_small(key, what, read)
-
-    def leave_out_newer(self, read: Callable[[], T | None]) -> T | None:
-        """Return what `read` returns; None, with a warning, if a newer version wrote it."""
-        try:
-            return read()
-        except UnsupportedFormatError as exc:
-            _logger.warning("left out: %s", exc)
-            return None
-
-    def _read_small(self, key: str, what: str, read: Callable[[dict[str, Any]], T]) -> T | None:
-        try:
-            return read_whole(self.storage, key, lambda data: read(parse(data, self._location_of(key), what)))
-        except FileNotFoundError:
-            return None
-        except MalformedRecordError as exc:
-            _logger.warning("left out: %s", exc)
-            return None
-
-    def put_json(self, key: str, value: dict[str, Any]) -> None:
-        """Store a small JSON object."""
-        self.storage.put_bytes(key, json.dumps(value, sort_keys=True).encode())
-
-    def put_record(self, key: str, record: Mapping[str, Any]) -> None:
-        """Store a small record, of JSON values, with a digest, as one changed digit may lead to the loss of checkpoints."""
-        self.put_json(key, with_digest(record))
-
     def hint_latest(self, checkpoint_id: str) -> None:
         """Record `checkpoint_id` as a recent one, so that finding the latest costs no full listing."""
-        self.put_json(self.layout.latest, {"id": checkpoint_id})
+        self.records.put_json(self.layout.latest, {"id": checkpoint_id})
 
     def _location_of(self, key: str) -> str:
-        url = self.storage.url
-        return f"{url}{key}" if url.endswith("/") else f"{url}/{key}"  # "memory://" and "/" are roots
+        return location_of(self.storage, key)
 
     def _hint(self) -> str | None:
         try:
-            hint = (self.get_json(self.layout.latest) or {}).get("id")
+            hint = (self.records.get_json(self.layout.latest) or {}).get("id")
         except PermissionError as exc:  # a link that leads out of the storage, or another user's file
             _logger.warning("left out: %s", exc)
             return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError
-from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.runs.records.fields import Count, decode
 from prefect_torch.ckpt.state.key_order import KeyOrder, key_of, needed_orders
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, fields_of, parse

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records.fields import Count
 
 from .plan import Step
 

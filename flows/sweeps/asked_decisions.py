@@ -13,7 +13,7 @@ from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.runs.attempts.status import read_status
 from prefect_torch.ckpt.runs.layout import stem
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
-from prefect_torch.ckpt.runs.record_fields import decode
+from prefect_torch.ckpt.runs.records.fields import decode
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.tasks.rank.errors import StorageNotSeenError
@@ -34,7 +34,7 @@ def expect_questions(sweep: Run, *, are_expected: bool) -> None:
     answered = [key for key in asked if unread.pop(stem(key), None) is not None]
     sweep.storage.delete([*unread.values(), *answered])
     if are_expected:
-        sweep.put_json(sweep.layout.deployed, {"asks": True})
+        sweep.records.put_json(sweep.layout.deployed, {"asks": True})
     elif are_questions_expected(sweep):  # a storage may refuse every deletion
         sweep.storage.delete([sweep.layout.deployed])
 
@@ -56,7 +56,7 @@ def forget_questions(sweep: Run, trial: str) -> None:
 
 def are_questions_expected(sweep: Run) -> bool:
     """Return whether the trials of the sweep are led by other processes, which send it questions."""
-    return sweep.get_json(sweep.layout.deployed) is not None
+    return sweep.records.get_json(sweep.layout.deployed) is not None
 
 
 def asked_decisions(trial: Run, is_terminated: Callable[[], bool], *, is_takeover: bool = False) -> "AskedDecisions | None":
@@ -140,10 +140,10 @@ class AskedDecisions:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
         token = f"{self.trial}-{secrets.token_hex(8)}"
-        self.sweep.put_json(self.sweep.layout.asked(token), _plain(question))
+        self.sweep.records.put_json(self.sweep.layout.asked(token), _plain(question))
         until_s, pause_s = time.monotonic() + self.longest_wait_s, _FIRST_PAUSE_S
         try:
-            while (answer := self.sweep.get_json(self.sweep.layout.answered(token))) is None:
+            while (answer := self.sweep.records.get_json(self.sweep.layout.answered(token))) is None:
                 if self.is_terminated() or time.monotonic() >= until_s:
                     return None
                 self.sleep(pause_s)
@@ -166,9 +166,9 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
     answered = 0
     for token, key in asked.items():
         decides = decides_on(token.rpartition("-")[0])
-        if decides is None or sweep.get_json(sweep.layout.answered(token)) is not None:
+        if decides is None or sweep.records.get_json(sweep.layout.answered(token)) is not None:
             continue  # there is no decision, or the last answer is not read yet
-        question = sweep.get_json(key)  # after its answer, since a leader that has read that deletes the question first
+        question = sweep.records.get_json(key)  # after its answer, since a leader that has read that deletes the question first
         if question is None:
             continue
         try:
@@ -176,8 +176,9 @@ def answer_questions(sweep: Run, decides_on: Callable[[str], DecisionMaker | Non
         except (MalformedRecordError, UnsupportedFormatError) as exc:  # the others are answered
             get_run_logger().warning("the question %s of a trial cannot be answered: %s", key, exc)
             answer = {"refused": str(exc)}
-        sweep.put_json(sweep.layout.answered(token), _plain(answer))
-        if sweep.get_json(key) is None:  # its leader stopped waiting, and may have deleted the answer before it was stored
+        sweep.records.put_json(sweep.layout.answered(token), _plain(answer))
+        # Its leader stopped waiting, and may have deleted the answer before it was stored.
+        if sweep.records.get_json(key) is None:
             sweep.storage.delete([sweep.layout.answered(token)])
         answered += 1
     return answered

@@ -8,7 +8,7 @@ from typing import Any
 
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count
+from prefect_torch.ckpt.runs.records.fields import Count
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
 from prefect_torch.ckpt.storage.sizes import find_size
@@ -81,7 +81,7 @@ def config_of_trial(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> dic
 
 def read_definition(run: Run) -> Definition | None:
     """Return the definition of a sweep; None if there is no such sweep."""
-    return run.get_record(Definition, run.layout.sweep, _WHAT)
+    return run.records.get(Definition, run.layout.sweep, _WHAT)
 
 
 def require_definition(run: Run) -> Definition:
@@ -163,4 +163,4 @@ def store_definition(run: Run, settled: Definition) -> None:
     """Store the definition of a sweep."""
     record = to_json({"format": FORMAT_VERSION, **asdict(settled)})
     assert isinstance(record, dict)
-    run.put_record(run.layout.sweep, record)
+    run.records.put(run.layout.sweep, record)

@@ -153,7 +153,7 @@ def pin_source(sweep: CheckpointStore, source: TrialRecord, clone: str) -> tuple
     """
     store = sweep.beside(source.run)
     # Before the pin, which otherwise only the journal's next entry records.
-    sweep.put_record(sweep.layout.last_pin, {"source": source.run.rpartition("/")[2], "clone": clone.rpartition("/")[2]})
+    sweep.records.put(sweep.layout.last_pin, {"source": source.run.rpartition("/")[2], "clone": clone.rpartition("/")[2]})
     decided = source.reports[-1] if source.reports else RungReport(0, 0)
     if decided.checkpoint is not None and _pins(store, decided.checkpoint, clone):
         return decided.checkpoint, decided.num_reports
@@ -194,7 +194,7 @@ def remove_lost_pin(sweep: Run, trials: Iterable[TrialRecord]) -> None:
         trials: All its trials.
 
     """
-    last = sweep.get_record(_LastPin, sweep.layout.last_pin, "the last pin of a sweep")
+    last = sweep.records.get(_LastPin, sweep.layout.last_pin, "the last pin of a sweep")
     if last is None:
         return
     clone = f"{sweep.name}/{last.clone}"

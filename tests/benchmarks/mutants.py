@@ -406,8 +406,8 @@ MUTANTS = [
         "ckpt/runs/quarantine.py",
         "tests/ckpt/test_crash_points.py -k damaged_newest",
         (
-            '    run.put_json(key, {"reason"',
-            '    run.storage.delete([manifest_key])\n    run.put_json(key, {"reason"',
+            '    run.records.put_json(key, {"reason"',
+            '    run.storage.delete([manifest_key])\n    run.records.put_json(key, {"reason"',
         ),
     ),
     *mutants_of(

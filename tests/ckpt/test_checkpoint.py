@@ -347,7 +347,7 @@ def test_a_pruned_checkpoint_is_not_found_by_run_and_id(remote, tmp_path):
     prune_as_leader(remote, RetentionPolicy(1))
     with pytest.raises(CheckpointNotFoundError):
         old.set_metadata({"a": 1})
-    assert remote.get_json(remote.layout.metadata(old.id)) is None
+    assert remote.records.get_json(remote.layout.metadata(old.id)) is None
     with pytest.raises(CheckpointNotFoundError, match=rf"run 'run' .*{old.id}"), old.as_directory():
         pass
 

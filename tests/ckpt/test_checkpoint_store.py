@@ -138,7 +138,7 @@ def test_damage_is_found_quarantined_and_the_one_before_is_chosen(store, tmp_pat
     assert second.id in caplog.text
     assert found in caplog.text
     assert store.list() == [first]
-    note = store.get_json(store.layout.quarantine(second.id))
+    note = store.records.get_json(store.layout.quarantine(second.id))
     assert found in note["reason"]
 
 
@@ -217,11 +217,11 @@ def test_pinned_checkpoints_survive_a_prune_until_they_are_unpinned(store, tmp_p
 def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tmp_path):
     first, *_ = fill(store, tmp_path, 1, 2)
     mark = store.layout.deletion("killed")
-    store.put_json(mark, {"checkpoints": [first.id]})
+    store.records.put_json(mark, {"checkpoints": [first.id]})
     with pytest.raises(CheckpointNotFoundError, match="is being pruned at this moment"):
         store.pin(first.id)
     assert store.pinned() == frozenset()
-    store.put_record(mark, {"checkpoints": [first.id]})
+    store.records.put(mark, {"checkpoints": [first.id]})
     changed = store.storage.get_bytes(mark).replace(first.id[-4:].encode(), b"0000")
     for damaged in (b"torn{", changed):  # it may be any
         store.storage.put_bytes(mark, damaged)
@@ -232,8 +232,8 @@ def test_a_checkpoint_that_a_prune_is_about_to_delete_cannot_be_pinned(store, tm
 def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
     first, *_ = fill(store, tmp_path, 1, 2)
     mark = store.layout.deletion("killed")
-    store.put_json(mark, {"checkpoints": [first.id]})
-    store.put_json(store.layout.pins_witness("killed"), {})
+    store.records.put_json(mark, {"checkpoints": [first.id]})
+    store.records.put_json(store.layout.pins_witness("killed"), {})
     an_hour_ago_s = time.time() - 3700
     os.utime(store.storage.local_path(mark), (an_hour_ago_s, an_hour_ago_s))
     store.pin(first.id)
@@ -431,10 +431,10 @@ def test_garbage_that_cannot_be_deleted_does_not_keep_the_rest(store, tmp_path, 
     for checkpoint_id in (refused, later, quarantined, expired):
         store.storage.put_bytes(store.layout.data(checkpoint_id, "model"), b"x")
     for checkpoint_id in (quarantined, expired):
-        store.put_json(store.layout.quarantine(checkpoint_id), {})
+        store.records.put_json(store.layout.quarantine(checkpoint_id), {})
     evaluations = [f"{store.layout.manifests}{it}/test.json" for it in (refused, later)]
     for key in evaluations:
-        store.put_json(key, {})
+        store.records.put_json(key, {})
     left.parent.mkdir(parents=True)
     left.write_bytes(b"x")
     unfinished = tmp_path / "store/run/logs/.tmp-0123456789abcdef"
@@ -696,7 +696,7 @@ def test_a_manifest_that_is_refused_for_ever_ends_no_prune_and_is_not_deleted(ca
 
 def test_a_storage_that_gives_nothing_leaves_nothing_out():
     store = CheckpointStore.open(MemoryStorage(), "run")
-    store.put_json(store.layout.run_info, {})
+    store.records.put_json(store.layout.run_info, {})
     manifests = [commit(store, step) for step in range(5)]
     keys = [store.layout.manifest(it.id) for it in manifests]
     for error, refused in ((PermissionError("no"), [*keys, store.layout.run_info]), (StorageError("late"), keys[:4])):

@@ -106,7 +106,7 @@ def on_terminal(*arguments, until=b"", typed=b"", signal_number=None, environmen
 def test_runs_are_listed(storage, command, as_json):
     train(storage, "one")
     store = train(storage, "two", losses=[1.0], ending=None)
-    CheckpointStore.open(storage, "no-run").put_json("no-run/notes.json", {})
+    CheckpointStore.open(storage, "no-run").records.put_json("no-run/notes.json", {})
     code, out, err = command("ls", storage)
     assert (code, err) == (0, "")
     header, one, two = out.splitlines()

@@ -292,7 +292,7 @@ def test_what_cannot_be_evaluated_is_said_at_once(tmp_path, wrong, told):
     fill(tmp_path, [])
     sweep = CheckpointStore.open(tmp_path / "store", "searched")
     claim_attempt(sweep, Owner.current(), world_size=0)
-    sweep.put_json(sweep.layout.sweep, {})
+    sweep.records.put_json(sweep.layout.sweep, {})
     given = {"eval_fn": "evaluations:measure", "storage": str(tmp_path / "store"), "run": "run", **wrong}
     with pytest.raises((ValueError, FileNotFoundError), match=told):
         evaluate(**given)

@@ -222,7 +222,7 @@ def test_a_run_that_does_not_exist_is_named(tmp_path):
 def test_a_sweep_that_is_named_is_told_to_have_trials(tmp_path, caplog):
     sweep = CheckpointStore.open(tmp_path / "store", "searched")
     claim_attempt(sweep, Owner.current(), world_size=0)
-    sweep.put_json(sweep.layout.sweep, {})
+    sweep.records.put_json(sweep.layout.sweep, {})
     assert prune(str(tmp_path / "store")) == {"searched": []}
     assert "is a sweep" not in caplog.text
     state = prune(str(tmp_path / "store"), ["searched"], return_state=True)
@@ -243,7 +243,7 @@ def test_a_run_of_a_newer_version_fails_the_flow_once_the_others_are_pruned(tmp_
     newer, claimed = fill(str(tmp_path / "store"), "a", tmp_path, [1, 2])
     store, _ = fill(str(tmp_path / "store"), "b", tmp_path, [1, 2, 3])
     key = newer.layout.attempt(claimed.number, claimed.token)
-    newer.put_json(key, {**newer.get_json(key), "format": 99})
+    newer.records.put_json(key, {**newer.records.get_json(key), "format": 99})
     with pytest.raises(UnsupportedFormatError, match="format 99"):
         prune(str(tmp_path / "store"))
     assert (scores(newer), scores(store)) == ([1, 2], [3])

@@ -13,7 +13,8 @@ from prefect_torch.ckpt.runs.deletion.reserve import put_despite_full_disk
 from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count, Time, decode
+from prefect_torch.ckpt.runs.records.fields import Count, Time, decode
+from prefect_torch.ckpt.runs.records.small_records import left_out_if_newer
 from prefect_torch.ckpt.runs.retention import RetentionPolicy
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
@@ -124,7 +125,7 @@ class Outcome:
 
 def list_attempts(run: Run) -> Iterator[Attempt]:
     """Yield every attempt, oldest first; a claim that cannot be read is left out with a warning."""
-    for attempt in read_all(claim_keys(run), lambda key: run.leave_out_newer(partial(read_attempt, run, key))):
+    for attempt in read_all(claim_keys(run), lambda key: left_out_if_newer(partial(read_attempt, run, key))):
         if attempt is not None:
             yield attempt
 
@@ -149,7 +150,7 @@ def read_attempt(run: Run, key: str) -> Attempt | None:
         UnsupportedFormatError: If a newer version made it.
 
     """
-    return run.get_record(Attempt, key, "the claim of an attempt", key_of=lambda it: run.layout.attempt(it.number, it.token))
+    return run.records.get(Attempt, key, "the claim of an attempt", key_of=lambda it: run.layout.attempt(it.number, it.token))
 
 
 def claim_keys(run: Run) -> list[str]:
@@ -188,7 +189,7 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
 def rewrite_claim(run: Run, attempt: Attempt) -> None:
     """Store a claim again, with a digest: one changed digit could begin a new lineage, or make a prune keep less."""
     key = run.layout.attempt(attempt.number, attempt.token)
-    put_despite_full_disk(run, lambda: run.put_record(key, asdict(attempt)))
+    put_despite_full_disk(run, lambda: run.records.put(key, asdict(attempt)))
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:
@@ -222,7 +223,7 @@ def _rewrite_if_allowed(run: Run, attempt: Attempt) -> None:
 
 def write_outcome(run: Run, outcome: Outcome) -> None:
     """Record how an attempt ended."""
-    run.put_record(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
+    run.records.put(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
 
 
 def read_outcomes(run: Run) -> list[Outcome]:
@@ -244,4 +245,4 @@ def _read_outcome(run: Run, key: str) -> Outcome | None:
     def key_of(outcome: Outcome) -> str:
         return run.layout.outcome(outcome.attempt)
 
-    return run.leave_out_newer(lambda: run.get_record(Outcome, key, "the outcome of an attempt", key_of=key_of))
+    return left_out_if_newer(lambda: run.records.get(Outcome, key, "the outcome of an attempt", key_of=key_of))

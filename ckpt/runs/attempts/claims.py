@@ -68,14 +68,14 @@ def claim_attempt(
 
     """
     _check_spelling(run)
-    is_known = run.get_record(_RunInfo, run.layout.run_info, "what a run begins with") is not None
+    is_known = run.records.get(_RunInfo, run.layout.run_info, "what a run begins with") is not None
     number = next_number(run, claim_keys(run) if known is None else known)  # before the last look at the claims
     claims = claim_keys(run)
     if known is not None and not known.issuperset(claims):
         raise _ClaimedMeanwhileError
     if not (claims and is_known):
         run_info = {"format": FORMAT_VERSION, "run_id": str(uuid.uuid4()), "created_at": utc_now(), "created_by": owner.host}
-        run.put_json(run.layout.run_info, run_info)
+        run.records.put_json(run.layout.run_info, run_info)
     while True:
         if number > MAX_ATTEMPT:
             raise CheckpointError(f"run {run.name!r} in {run.storage.url} has attempt {number - 1}, and {MAX_ATTEMPT} at most")
@@ -135,7 +135,7 @@ def _put_claim(run: Run, key: str, attempt: Attempt) -> list[str]:
         return claims
 
     try:
-        put_despite_full_disk(run, lambda: run.put_record(key, asdict(attempt)))
+        put_despite_full_disk(run, lambda: run.records.put(key, asdict(attempt)))
         return with_retries(run.storage, "listing", run.layout.attempts, list_claims)
     except BaseException:
         with suppress(StorageError, OSError):
@@ -207,8 +207,8 @@ class ClaimRenewal:
             for attempt in newest_claims(run)[0]:
                 if attempt.number == self._attempt:
                     rewrite_claim(run, attempt)
-            if "run_id" in (info := run.get_json(run.layout.run_info) or {}):
-                run.put_json(run.layout.run_info, info)
+            if "run_id" in (info := run.records.get_json(run.layout.run_info) or {}):
+                run.records.put_json(run.layout.run_info, info)
         except (CheckpointError, OSError) as exc:
             _logger.warning(
                 "the claim of attempt %d on run %r was not stored again, as each day: %s", self._attempt, run.name, exc

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from prefect_torch.ckpt.runs.record_fields import Count, Within
+from prefect_torch.ckpt.runs.records.fields import Count, Within
 from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 
 

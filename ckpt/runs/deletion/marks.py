@@ -61,7 +61,7 @@ class DeletionMark:
         run = self._run
         put_despite_full_disk(run, lambda: self._put(token, self._ids))
         self._token, self._since_put = token, since_put
-        put_despite_full_disk(run, lambda: run.put_json(run.layout.pins_witness(token), {}))
+        put_despite_full_disk(run, lambda: run.records.put_json(run.layout.pins_witness(token), {}))
         if old is not None:
             self._run.storage.delete(_keys(self._run, old))
 
@@ -84,7 +84,7 @@ class DeletionMark:
                 self._put(self._token, [])
 
     def _put(self, token: str, ids: list[str]) -> None:
-        self._run.put_record(self._run.layout.deletion(token), {"checkpoints": ids, "marked_at": utc_now()})
+        self._run.records.put(self._run.layout.deletion(token), {"checkpoints": ids, "marked_at": utc_now()})
 
     def remove(self) -> None:
         """Remove the mark: the deletion is complete, or will not happen."""
@@ -127,7 +127,7 @@ def is_marked(run: Run, checkpoint_id: str) -> bool:
 def witnessed(run: Run) -> Iterator[str]:
     """Yield the key of a witness, an object beside the marks of the run, removed afterwards; costs a put and a deletion."""
     witness = run.layout.deletions_witness(secrets.token_hex(8))
-    run.put_json(witness, {"checkpoints": []})  # older versions take it for a mark, of no checkpoint
+    run.records.put_json(witness, {"checkpoints": []})  # older versions take it for a mark, of no checkpoint
     try:
         yield witness
     finally:
@@ -161,5 +161,5 @@ def _ids_at(run: Run, key: str, unreadable: Collection[str]) -> Collection[str]:
     """Return the ids of a mark: none if it was removed since, `unreadable` if it is damaged, as it may hold any id."""
     if find_size(run.storage, key) is None:
         return ()
-    found = run.get_record(_Mark, key, "the mark of a deletion")
+    found = run.records.get(_Mark, key, "the mark of a deletion")
     return unreadable if found is None else found.checkpoints

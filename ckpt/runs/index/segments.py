@@ -21,7 +21,7 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_counts, are_scalars, bytes
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import MAX_STEP, FileEntry, Manifest, id_prefix, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import decode
+from prefect_torch.ckpt.runs.records.fields import decode
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage

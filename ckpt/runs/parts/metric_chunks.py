@@ -17,7 +17,7 @@ from prefect_torch.ckpt.errors import CheckpointCorruptError, UnsupportedFormatE
 from prefect_torch.ckpt.runs.bulk import all_are, are_counts, bytes_if_there, no_collection
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.runs.records.fields import Count, decode
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage

@@ -106,9 +106,9 @@ def check_same_run(source: Run, target: Storage) -> None:
 
     """
     there = Run.open(target, source.name)
-    known = there.get_json(there.layout.run_info)
+    known = there.records.get_json(there.layout.run_info)
     has_any = next(there.storage.list(f"{source.name}/"), None) is not None
-    if has_any and (known is None or known != source.get_json(source.layout.run_info)):
+    if has_any and (known is None or known != source.records.get_json(source.layout.run_info)):
         raise FileExistsError(f"{there.path} is another run: give another storage, or delete it first")
     if has_any:
         _check_two_places(source, there)

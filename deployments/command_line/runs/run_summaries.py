@@ -11,6 +11,7 @@ from prefect_torch.ckpt.runs.attempts.status import AttemptStatus, State, status
 from prefect_torch.ckpt.runs.evaluations import manifest_id
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME, Layout, attempt_number, stem
 from prefect_torch.ckpt.runs.manifest import step_of
+from prefect_torch.ckpt.runs.records.small_records import left_out_if_newer
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.deployments.command_line.terminal import note
 
@@ -107,7 +108,7 @@ class _Seen:
 
     def summary(self, store: CheckpointStore) -> RunSummary:
         newest = max(self.attempts, default=None)
-        claim = None if newest is None else store.leave_out_newer(lambda: read_attempt(store, newest))
+        claim = None if newest is None else left_out_if_newer(lambda: read_attempt(store, newest))
         return RunSummary(
             name=store.run,
             attempts=max(map(attempt_number, self.attempts), default=0),

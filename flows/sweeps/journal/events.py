@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics
-from prefect_torch.ckpt.runs.record_fields import Count, decode
+from prefect_torch.ckpt.runs.records.fields import Count, decode
 
 _logger = logging.getLogger(__name__)
 

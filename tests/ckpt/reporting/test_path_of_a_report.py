@@ -82,7 +82,7 @@ def test_a_report_of_a_directory_goes_the_drawn_way(session, tmp_path):
 
 def test_a_report_of_a_state_goes_the_drawn_way(session):
     modules = set(traced(session, state={"model": torch.nn.Linear(3, 3), "epoch": 1}, upload="sync"))
-    assert modules - set(drawn("report")) - {"runs.record_fields"} == set(drawn("state"))
+    assert modules - set(drawn("report")) - {"runs.records.fields"} == set(drawn("state"))
     assert [module for module in drawn("report") if module not in modules] == ["files.folder"]
 
 

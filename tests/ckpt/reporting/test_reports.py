@@ -840,7 +840,7 @@ def test_metadata_with_one_changed_bit_is_not_believed(store, tmp_path, caplog):
     store.storage.put_bytes(key, data.replace(b'"epoch": 4', b'"epoch": 5'))
     assert stored.get_metadata() == {"author": "me"}
     assert f"{key} is not the metadata of a checkpoint: it does not match its own digest" in caplog.text
-    store.put_json(key, {"epoch": 4})  # as version 0.1 did
+    store.records.put_json(key, {"epoch": 4})  # as version 0.1 did
     assert stored.get_metadata() == {"epoch": 4}
     with pytest.raises(ValueError, match=r"the key 'prefect-torch\.digest', which is reserved"):
         stored.set_metadata({"prefect-torch.digest": "0" * 32})

@@ -50,7 +50,7 @@ def test_data_in_quarantine_stay_for_the_days_of_the_policy(store, tmp_path, day
     set_back(store, damaged.id, days)
     assert collect_garbage(store, grace_s=0, keep_quarantined_days=keeps) == ([] if is_kept else [damaged.id])
     assert any(store.storage.list(store.layout.data(damaged.id))) == is_kept
-    assert store.get_json(store.layout.quarantine(damaged.id))["reason"]
+    assert store.records.get_json(store.layout.quarantine(damaged.id))["reason"]
     assert list(store.storage.list(store.layout.deletions)) == []
 
 
@@ -89,7 +89,7 @@ def test_what_is_whole_comes_back_into_its_place(store, tmp_path):
     assert store.restore(damaged.id) == damaged
     assert [manifest.metrics["score"] for manifest in store.list()] == [1, 2, 3]
     assert read_files(store.checkpoint(damaged)) == {"model": b"2"}
-    assert store.get_json(store.layout.quarantine(damaged.id)) is None
+    assert store.records.get_json(store.layout.quarantine(damaged.id)) is None
 
 
 def test_what_is_damaged_stays_where_it_is(store, tmp_path):
@@ -101,7 +101,7 @@ def test_what_is_damaged_stays_where_it_is(store, tmp_path):
     with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine, since it is damaged: .*/model is missing"):
         store.restore(damaged.id)
     assert store.list() == [first]
-    assert store.get_json(store.layout.quarantine(damaged.id)) is not None
+    assert store.records.get_json(store.layout.quarantine(damaged.id)) is not None
 
 
 def test_a_manifest_that_is_damaged_itself_stays_where_it_is(store, tmp_path):
@@ -110,7 +110,7 @@ def test_a_manifest_that_is_damaged_itself_stays_where_it_is(store, tmp_path):
     choose_checkpoint(store, lineage=1, verify="digest")
     with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine.*the manifest in its quarantine note"):
         store.restore(second.id)
-    assert store.get_json(store.layout.quarantine(second.id)) is not None
+    assert store.records.get_json(store.layout.quarantine(second.id)) is not None
 
 
 def test_what_is_not_in_quarantine_is_not_found(store, tmp_path):

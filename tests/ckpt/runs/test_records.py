@@ -27,7 +27,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import Manifest
-from prefect_torch.ckpt.runs.record_fields import decode
+from prefect_torch.ckpt.runs.records.fields import decode
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.ckpt.state.index import StateIndex
 from prefect_torch.ckpt.storage.records import MAX_DEPTH, parse, seal, unseal
@@ -91,7 +91,8 @@ def test_what_is_written_is_byte_for_byte_what_version_0_1_wrote(store):
     before = {path: path.read_bytes() for path in (STORED / "run").rglob("*") if path.is_file()}
     mirror = CheckpointStore.open(MemoryStorage(), "run")
     for attempt in list_attempts(store):
-        mirror.put_json(mirror.layout.attempt(attempt.number, attempt.token), asdict(replace(attempt, resumed_from=None)))
+        key = mirror.layout.attempt(attempt.number, attempt.token)
+        mirror.records.put_json(key, asdict(replace(attempt, resumed_from=None)))
         if attempt.resumed_from is not None:
             record_resumed_from(mirror, attempt, attempt.resumed_from)
     for outcome in read_outcomes(store):

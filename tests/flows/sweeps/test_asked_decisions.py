@@ -93,7 +93,7 @@ def test_a_question_is_answered_once_and_leaves_nothing(sweep):
 @pytest.mark.parametrize("odd", [{"request": {}}, {"request": {"__float__": "nan"}}, {"__float__": "nan"}])
 def test_a_question_that_cannot_be_read_is_refused_and_the_others_are_answered(sweep, caplog, odd):
     deciding, trial = Deciding(), AskedDecisions(sweep, TRIAL)
-    sweep.put_json(sweep.layout.asked(f"{TRIAL}-odd"), odd)
+    sweep.records.put_json(sweep.layout.asked(f"{TRIAL}-odd"), odd)
     assert asked_while_answered(sweep, trial.points, {TRIAL: deciding}.get) == [deciding.points()]
     assert f"{TRIAL}-odd.json of a trial cannot be answered" in caplog.text
     assert {it.name for it in caplog.records} == {"run"}
@@ -102,7 +102,7 @@ def test_a_question_that_cannot_be_read_is_refused_and_the_others_are_answered(s
 def test_a_trial_whose_question_is_refused_says_so(sweep):
     def refuse(_):
         (key,) = sweep.keys(sweep.layout.all_asked)
-        sweep.put_json(sweep.layout.answered(stem(key)), {"refused": "it is of a newer version"})
+        sweep.records.put_json(sweep.layout.answered(stem(key)), {"refused": "it is of a newer version"})
 
     with pytest.raises(MalformedRecordError, match=f"'sweep' cannot answer trial '{TRIAL}': it is of a newer version"):
         AskedDecisions(sweep, TRIAL, sleep=refuse).points()
@@ -119,7 +119,7 @@ def test_an_answer_that_is_read_at_this_moment_is_not_given_again():
     asked, answered = (f"sweep/{kind}/{TRIAL}-0123456789abcdef.json" for kind in ("asked", "answered"))
     storage = ReadMeanwhile()
     sweep = Run(storage, Layout("sweep"), StorageSpec(storage.url))
-    sweep.put_json(asked, {"points": True})
+    sweep.records.put_json(asked, {"points": True})
     assert answer_questions(sweep, {TRIAL: Deciding()}.get) == 1
     assert answer_questions(sweep, {TRIAL: Deciding()}.get) == 0
     assert sweep.keys("") == []
@@ -133,7 +133,7 @@ def test_no_answer_is_left_for_a_trial_that_waits_no_longer(sweep):
             sweep.storage.delete([asked, answered])  # as a trial does that is terminated
             return super().points()
 
-    sweep.put_json(asked, {"points": True})
+    sweep.records.put_json(asked, {"points": True})
     assert answer_questions(sweep, {TRIAL: Late()}.get) == 1
     assert sweep.keys("") == []
 
@@ -144,7 +144,7 @@ def test_a_sweep_begins_without_answers_that_nobody_has_read(sweep):
         for name in (f"answered/{TRIAL}-0123456789abcdef", f"asked/{TRIAL}-0123456789abcdef", f"asked/{TRIAL}-fedcba9876543210")
     )
     for key in (answer, question, unanswered, f"sweep/answered/{TRIAL}-ffffffffffffffff.json"):
-        sweep.put_json(key, {"points": True})
+        sweep.records.put_json(key, {"points": True})
     expect_questions(sweep, are_expected=False)
     assert sweep.keys("") == [answer, unanswered], "a leader that still waits reads the answer"
     expect_questions(sweep, are_expected=False)
@@ -154,9 +154,9 @@ def test_a_sweep_begins_without_answers_that_nobody_has_read(sweep):
 def test_an_answered_question_of_a_trial_that_was_killed_is_forgotten(sweep):
     other = "trial-0001-0123abcd"
     for trial in (TRIAL, other):
-        sweep.put_json(f"sweep/asked/{trial}-0123456789abcdef.json", {"points": True})
+        sweep.records.put_json(f"sweep/asked/{trial}-0123456789abcdef.json", {"points": True})
     assert answer_questions(sweep, {TRIAL: Deciding(), other: Deciding()}.get) == 2
-    sweep.put_json(f"sweep/asked/{TRIAL}-fedcba9876543210.json", {"points": True})
+    sweep.records.put_json(f"sweep/asked/{TRIAL}-fedcba9876543210.json", {"points": True})
     forget_questions(sweep, TRIAL)
     assert [stem(key) for key in sweep.keys("sweep/asked/")] == [f"{TRIAL}-fedcba9876543210", f"{other}-0123456789abcdef"]
     assert len(sweep.keys("sweep/answered/")) == 2
@@ -164,7 +164,7 @@ def test_an_answered_question_of_a_trial_that_was_killed_is_forgotten(sweep):
 
 def test_what_cannot_be_answered_is_no_reason_to_look_again_at_once(sweep):
     expect_nothing = answer_questions(sweep, {}.get)
-    sweep.put_json(f"sweep/asked/{TRIAL}-0123456789abcdef", {"points": True})  # its trial was killed
+    sweep.records.put_json(f"sweep/asked/{TRIAL}-0123456789abcdef", {"points": True})  # its trial was killed
     assert (expect_nothing, answer_questions(sweep, {}.get)) == (0, 0)
     assert (answer_questions(sweep, {TRIAL: Deciding()}.get), answer_questions(sweep, {TRIAL: Deciding()}.get)) == (1, 0)
 
@@ -221,7 +221,7 @@ def test_a_trial_whose_machine_does_not_see_its_sweep_is_refused_before_it_train
         train("trainings:train_epochs", {"epochs": 1}, run=RunConfig(name=trial.name, storage=str(tmp_path), takeover=True))
     assert list(tmp_path.iterdir()) == []
     assert asked_decisions(trial, lambda: False) is None, "somebody trains it alone"
-    sweep.put_record(sweep.layout.sweep, {"format": 1})
+    sweep.records.put(sweep.layout.sweep, {"format": 1})
     assert asked_decisions(trial, lambda: False, is_takeover=True) is None, "the sweep leads its trials itself now"
 
 

@@ -150,7 +150,7 @@ def test_what_a_sweep_searches_is_not_believed_with_one_changed_digit(tmp_path):
         SweepResult.from_storage(tmp_path, "digits")
     store_definition(run, definition)
     assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}
-    run.put_json(run.layout.sweep, {name: value for name, value in json.loads(stored).items() if name != "digest"})
+    run.records.put_json(run.layout.sweep, {name: value for name, value in json.loads(stored).items() if name != "digest"})
     assert SweepResult.from_storage(tmp_path, "digits").best.metrics == {"loss": 0.5}  # an older version wrote it
     with pytest.raises(FileNotFoundError, match="there is no sweep 'other'"):
         SweepResult.from_storage(tmp_path, "other")

@@ -414,7 +414,7 @@ def test_a_cancelled_flow_run_fails_its_trial_however_its_process_ended(api, tri
 def test_the_answered_questions_of_a_flow_run_that_has_ended_are_not_looked_at_again(api, trials, tmp_path):
     sweep_run, token = Run.open(str(tmp_path), "sweep"), f"{TRIAL.run.partition('/')[2]}-0123456789abcdef"
     for key in (sweep_run.layout.asked(token), sweep_run.layout.answered(token)):
-        sweep_run.put_json(key, {"points": None})
+        sweep_run.records.put_json(key, {"points": None})
     api.flow_run.state = Crashed(message="killed")
     trials._search = SimpleNamespace(trials={})
     trials._running = {0: (TRIAL, api.flow_run.id)}
@@ -663,7 +663,7 @@ def test_a_sweep_that_was_overtaken_answers_no_trial(api, trials, tmp_path):
     claim_attempt(led, Owner.current("the next"), world_size=0)
     trials._search = SimpleNamespace(trials={0: replace(TRIAL, state="paused")})  # which the next leader has resumed
     trials._running = {1: (replace(TRIAL, number=1), api.flow_run.id)}
-    led.put_json(led.layout.asked(f"{TRIAL.run.rpartition('/')[2]}-0123abcd"), {"points": True})
+    led.records.put_json(led.layout.asked(f"{TRIAL.run.rpartition('/')[2]}-0123abcd"), {"points": True})
     with pytest.raises(FencedError):
         trials.take_ended(0.0)
     assert led.keys(led.layout.all_answered) == []

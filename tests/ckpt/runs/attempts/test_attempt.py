@@ -71,7 +71,7 @@ def test_an_outcome_with_one_changed_bit_is_not_believed(store, caplog):
 
 def test_an_outcome_of_an_older_version_has_no_digest(store):
     outcome = Outcome(1, "completed", return_value=3)
-    store.put_json(store.layout.outcome(1), asdict(outcome))
+    store.records.put_json(store.layout.outcome(1), asdict(outcome))
     assert read_outcomes(store) == [outcome]
 
 

@@ -289,6 +289,6 @@ def test_all_claims_of_one_number_are_asked_about(store):
     leader = claim_attempt(store, Owner.current("leader"), world_size=1)
     for token in ("00000000", "ffffffff"):
         left = replace(leader, token=token, owner=Owner.current("killed"))
-        store.put_json(store.layout.attempt(left.number, token), asdict(left))
+        store.records.put_json(store.layout.attempt(left.number, token), asdict(left))
     with pytest.raises(RunBusyError, match="leader"):
         start_unless_led(store, "new", lambda it: refuse(it) if it.owner.flow_run_id != "killed" else None)

@@ -112,7 +112,7 @@ def test_a_run_whose_records_cannot_be_read_hides_no_other(storage, caplog):
 def change_claim(store, **changes):
     """Change a claim as version 0.1 wrote it, without a digest."""
     (key,) = store.keys(store.layout.attempts)[:1]
-    body = store.get_json(key)
+    body = store.records.get_json(key)
     body.pop("digest", None)
     store.storage.put_bytes(key, json.dumps({**body, **changes}).encode())
 

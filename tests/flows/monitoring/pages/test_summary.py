@@ -297,7 +297,7 @@ def test_the_outcomes_of_many_earlier_attempts_are_read_at_once(store):
 
     barrier = threading.Barrier(32)
     for number in range(1, 33):
-        store.put_record(store.layout.attempt(number, f"{number:08x}"), asdict(replace(claim(number), token=f"{number:08x}")))
+        store.records.put(store.layout.attempt(number, f"{number:08x}"), asdict(replace(claim(number), token=f"{number:08x}")))
         write_outcome(store, Outcome(number, "preempted"))
     view = view_of(replace(store, storage=Meeting(store.storage)), AttemptStarted(claim(33), None))
     assert [log.outcome and log.outcome.attempt for log in view.logs] == [*range(1, 33), None]
