@@ -1583,7 +1583,7 @@ def test_done_ends_a_trial_if_stop_has_it():
     def ends(search):
         """Return whether reports with done=False and done=True ask the sweep, and which limit it finds."""
         points, reports = DecisionPoints(stop=limits_of(search)), [{"loss": 1.0, "done": done} for done in (False, True)]
-        asked = [points.ask(0, 1, metrics, has_checkpoint=False) for metrics in reports]
+        asked = [points.includes(0, 1, metrics, has_checkpoint=False) for metrics in reports]
         return asked, [reached_limit(search, DecisionRequest(1, 0, 1, metrics, None)) for metrics in reports]
 
     assert ends(SearchConfig(metric="loss")) == ([False, False], [None, None])

@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.state.planner import StateDecision, StateDescription
 
 Upload: TypeAlias = Literal["sync", "async"]
-AsksLeader: TypeAlias = Literal["", "with a checkpoint", "always"]
+AsksLeader: TypeAlias = Literal["never", "with a checkpoint", "always"]
 _OF_EACH_RANK = {"rank", "files", "metadata", "state", "directory", "following"}
 
 
@@ -46,7 +46,7 @@ class Intent:
     directory: str = ""
     error: str | None = None
     num_requests: int = 0
-    asks_leader: AsksLeader = ""
+    asks_leader: AsksLeader = "never"
     awaits_commits: bool = False
     following: list[tuple[list[str], StateDescription | None, str]] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ def decide(
         sharing=_sharing(storing),
         metadata=metadata,
         state=state,
-        asks_leader=intents[0].asks_leader != "",
+        asks_leader=intents[0].asks_leader != "never",
     )
 
 

@@ -14,10 +14,10 @@ from .rounds import Rounds
 
 Answer: TypeAlias = Literal["no", "checkpoint", "end"]
 _SPAN_S = 0.5  # one message in that time, and the wait for a slower rank 0, costs well below 1 % of it
-_SPAN_QUESTIONS = 16  # a loop that suddenly becomes slow receives a request late by at most this many of its steps
+_SPAN_CALLS = 16  # a loop that suddenly becomes slow receives a request late by at most this many of its steps
 _BLOCK = 1024  # answers without a report until ranks tell that they have read them: some 17 s of a very quick loop
 _DELETED_AT_ONCE = 2  # of read answers, at each new one: a thousand at once would stall a step
-_ASK_EQUALLY = "every rank must call should_checkpoint() equally often"
+_CALL_EQUALLY = "every rank must call should_checkpoint() equally often"
 
 
 class Answers:
@@ -115,7 +115,7 @@ class CheckpointRequests:
         self._answered = 0  # the calls before this number have their answer
         self._answers = Answers(peers)
         self._round = 0
-        self._asked_at_s: deque[float] = deque(maxlen=_SPAN_QUESTIONS + 1)
+        self._called_at_s: deque[float] = deque(maxlen=_SPAN_CALLS + 1)
 
     def should_checkpoint(self) -> bool:
         """Return rank 0's answer to its call of the same number; the other ranks wait for it.
@@ -128,11 +128,11 @@ class CheckpointRequests:
         refuse_in_fork("should_checkpoint")
         number, self.num_requests = self.num_requests, self.num_requests + 1
         if self._peers.rank == 0:
-            self._asked_at_s.append(self._clock())
+            self._called_at_s.append(self._clock())
         if number < self._answered:
             return False
-        answer, num_questions = self._answer_to(number)
-        self._answered = number + num_questions
+        answer, num_calls = self._answer_to(number)
+        self._answered = number + num_calls
         self.stop_requested = answer == "end"
         return answer != "no"
 
@@ -148,29 +148,29 @@ class CheckpointRequests:
             self._round = self._rounds.number
         ends_block = self._answers.add(topic)
         if self._peers.rank != 0:
-            decision = self._peers.decision(topic, unless=self._rounds.next_begun, reason=_ASK_EQUALLY)
-            answer, num_questions, num_read = decision.decode().split()
+            decision = self._peers.decision(topic, unless=self._rounds.next_begun, reason=_CALL_EQUALLY)
+            answer, num_calls, num_read = decision.decode().split()
             self._answers.release_blocks(int(num_read))
             if ends_block:
                 self._answers.note_block(topic)
-            return _known(answer), int(num_questions)
+            return _known(answer), int(num_calls)
         if self._is_terminating():
             answer_of_span: tuple[Answer, int] = ("end", 1)
         elif self._budget.is_due():
             answer_of_span = ("checkpoint", 1)
         else:
-            answer_of_span = ("no", self._num_questions_of_a_span())
+            answer_of_span = ("no", self._num_calls_of_a_span())
         num_blocks_read = self._answers.end_block(topic) if ends_block else 0
         self._peers.decide(topic, f"{answer_of_span[0]} {answer_of_span[1]} {num_blocks_read}".encode())
         self._answers.release_blocks(num_blocks_read)
         return answer_of_span
 
-    def _num_questions_of_a_span(self) -> int:
-        times = list(self._asked_at_s)
-        if len(times) <= _SPAN_QUESTIONS:  # too few for an estimate
+    def _num_calls_of_a_span(self) -> int:
+        times = list(self._called_at_s)
+        if len(times) <= _SPAN_CALLS:  # too few for an estimate
             return 1
         slowest_s = max(after - before for before, after in pairwise(times))
-        return max(1, min(_SPAN_QUESTIONS, int(_SPAN_S / slowest_s) if slowest_s > 0 else _SPAN_QUESTIONS))
+        return max(1, min(_SPAN_CALLS, int(_SPAN_S / slowest_s) if slowest_s > 0 else _SPAN_CALLS))
 
 
 def _known(answer: str) -> Answer:

@@ -39,8 +39,8 @@ class DecisionPoints:
     stop: dict[str, float] = field(default_factory=dict)
     reports_before: int = 0
 
-    def ask(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
-        """Return whether a report asks the leader.
+    def includes(self, step: int, num_reports: int, metrics: Metrics, *, has_checkpoint: bool) -> bool:
+        """Return whether the leader decides at a report.
 
         Args:
             step: Its step.
@@ -113,8 +113,8 @@ class Decisions:
         self._num_asked = 0
         self._stopped = False
 
-    def asks(self, step: int, num_reports: int, metrics: Metrics) -> AsksLeader:
-        """Return, on rank 0, whether a report asks the leader; "" on other ranks.
+    def asks_leader(self, step: int, num_reports: int, metrics: Metrics) -> AsksLeader:
+        """Return, on rank 0, whether a report asks the leader; "never" on other ranks.
 
         Args:
             step: Its step.
@@ -123,11 +123,11 @@ class Decisions:
 
         """
         if self._peers.rank != 0:
-            return ""
+            return "never"
         count = self._points.reports_before + num_reports
-        if self._points.ask(step, count, metrics, has_checkpoint=False):
+        if self._points.includes(step, count, metrics, has_checkpoint=False):
             return "always"
-        return "with a checkpoint" if self._points.ask(step, count, metrics, has_checkpoint=True) else ""
+        return "with a checkpoint" if self._points.includes(step, count, metrics, has_checkpoint=True) else "never"
 
     def follow(self, step: int, num_reports: int, metrics: Metrics, checkpoint: str | None) -> None:
         """Ask the leader, and return if the training goes on; every rank calls it for the same reports.
@@ -142,7 +142,7 @@ class Decisions:
             self._events.send(DecisionRequest(number, step, count, metrics, checkpoint))
         reason = "it records whether the training goes on before it answers"
         verdict = Verdict(**json.loads(self._peers.decision(_topic(number), by="the leader", reason=reason)))
-        self._peers.forget_reading(_topic(number - 1))  # as in `answer`
+        self._peers.forget_reading(_topic(number - 1))  # as in `send_verdict`
         self._points = replace(self._points, milestone=verdict.milestone)
         if not verdict.goes_on:
             self._stopped = True
@@ -159,7 +159,7 @@ class Decisions:
             raise TrainingStopped
 
 
-def answer(key_value: KeyValue, number: int, verdict: Verdict) -> None:
+def send_verdict(key_value: KeyValue, number: int, verdict: Verdict) -> None:
     """As the leader, send every rank the verdict on request `number`."""
     key_value.set(_topic(number), json.dumps(asdict(verdict)).encode())
     key_value.delete(_topic(number - 1))  # every rank has read it, since all have taken part in a later report

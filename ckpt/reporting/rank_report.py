@@ -83,7 +83,7 @@ class Report:
     snapshot: "StateSnapshot | None" = None
     awaits_commits: bool = False
 
-    def intent(self, rank: int, num_requests: int, *, among: str | None = None, asks_leader: AsksLeader = "") -> Intent:
+    def intent(self, rank: int, num_requests: int, *, among: str | None = None, asks_leader: AsksLeader = "never") -> Intent:
         """Return the description of the report for rank 0; the caller must send it, and call `forget_identity` afterwards.
 
         Args:

@@ -113,7 +113,7 @@ class RankSession:
         self._decisions = None if settings.decisions is None else Decisions(peers, self._events, settings.decisions)
         self._one_report = Lock()
         self._num_reports = 0
-        self._has_asked = False
+        self._has_resumed = False
         self._last_step = -1 if restored is None else restored.step
 
     def report(self, given: ReportArguments) -> None:
@@ -132,9 +132,9 @@ class RankSession:
             newest = max([self._commits.committed_step, *(commit.step for commit in self._background.commits)])
             try:
                 report = self._preparation.prepare(given, cleanup, following=following, newest=newest)
-                asks: AsksLeader = ""
+                asks: AsksLeader = "never"
                 if self._decisions is not None:
-                    asks = self._decisions.asks(report.step, self._num_reports + 1, report.metrics)
+                    asks = self._decisions.asks_leader(report.step, self._num_reports + 1, report.metrics)
                 among = self._rounds.next_name if self.context.world_size > 1 else None
                 intent = report.intent(self.context.world_rank, self._requests.num_requests, among=among, asks_leader=asks)
             except Exception as exc:
@@ -163,14 +163,14 @@ class RankSession:
 
     def get_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint that this attempt begins from, for the training function; None on a fresh start."""
-        self._has_asked = True
+        self._has_resumed = True
         return self.restored
 
     def _warn_if_begun_anew(self) -> None:
         """Warn, once, of a function that resumes nothing: its steps, and its trial's rungs, would be those of other weights."""
-        if self._has_asked or self.restored is None or self.context.world_rank != 0:
+        if self._has_resumed or self.restored is None or self.context.world_rank != 0:
             return
-        self._has_asked = True
+        self._has_resumed = True
         _logger.warning(
             "the function has not called get_checkpoint(), so it trains from the beginning, though its attempt continues from "
             "%s: its steps count on from there",

@@ -134,7 +134,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)
         if manifest.id in decided or (at is not None and at <= last):
             continue
-        if points.ask(manifest.step, count, manifest.reported, has_checkpoint=True):
+        if points.includes(manifest.step, count, manifest.reported, has_checkpoint=True):
             before = [record for record in records if record.step < manifest.step]
             yield DecisionRequest(0, manifest.step, count, manifest.reported, manifest.id, newest_of_each(before))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from prefect.transactions import CommitMode, transaction
 from prefect_torch.ckpt import FencedError
-from prefect_torch.ckpt.reporting.decisions import Verdict, answer
+from prefect_torch.ckpt.reporting.decisions import Verdict, send_verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
@@ -199,7 +199,7 @@ class AttemptLeader:
             verdict = self._job.decisions.decide(request)
         finally:
             self._is_stopped = not verdict.goes_on
-            answer(key_value, request.number, verdict)
+            send_verdict(key_value, request.number, verdict)
 
     def _record_termination(self, claimed: Attempt, failure: Exception) -> None:
         """Record the outcome of an attempt whose termination is requested, unless that is done."""

@@ -261,7 +261,7 @@ MUTANTS = [
         "tests/ckpt/reporting/test_overhead.py",
         ("unless=self._rounds.next_begun", "unless=None"),
         ('self.stop_requested = answer == "end"', "self.stop_requested = False"),
-        ("_SPAN_QUESTIONS = 16", "_SPAN_QUESTIONS = 64"),
+        ("_SPAN_CALLS = 16", "_SPAN_CALLS = 64"),
         ("self._topics.clear()", "pass"),
         ("if self._is_terminating():", "if False:"),
     ),
@@ -462,8 +462,8 @@ MUTANTS = [
         "tasks/training/attempt_leader.py",
         "tests/tasks/training/test_start.py -k known_to_be_stopped",
         (
-            "self._is_stopped = not verdict.goes_on\n            answer(key_value, request.number, verdict)",
-            "answer(key_value, request.number, verdict)\n            self._is_stopped = not verdict.goes_on",
+            "self._is_stopped = not verdict.goes_on\n            send_verdict(key_value, request.number, verdict)",
+            "send_verdict(key_value, request.number, verdict)\n            self._is_stopped = not verdict.goes_on",
         ),
     ),
     *mutants_of(

@@ -57,7 +57,7 @@ ALIKE = st.builds(
     state=st.sampled_from([None, STATE]),
     error=st.sampled_from([None, None, None, "OSError: full"]),
     num_requests=st.sampled_from([0, 0, 1]),
-    asks_leader=st.sampled_from(["", "with a checkpoint", "always"]),
+    asks_leader=st.sampled_from(["never", "with a checkpoint", "always"]),
     directory=st.sampled_from(["", "", "x", "y"]),
 )
 

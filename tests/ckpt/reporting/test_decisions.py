@@ -4,7 +4,7 @@ import pytest
 from crash_points import open_run
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CommitFailedError
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, answer
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, send_verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest, EventReceiver, EventSender
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
@@ -25,7 +25,7 @@ def test_a_decision_is_deleted_once_when_the_leader_makes_the_next():
     shared = RecordedDeletions()
     rank_0 = Decisions(Peers(shared, 0, 2), EventSender(shared), DecisionPoints())
     for number in range(3):
-        answer(shared, number, Verdict(goes_on=True))
+        send_verdict(shared, number, Verdict(goes_on=True))
         rank_0.follow(number, number + 1, {}, None)
     assert [key for key in shared.deleted if key in ("decision 0", "decision 1")] == ["decision 0", "decision 1"]
     assert [shared.check(f"decision {number}") for number in range(3)] == [False, False, True]
@@ -40,7 +40,7 @@ def test_a_checkpoint_of_any_rank_asks_the_leader(store, tmp_path):
             for event in receiver.drain():
                 if isinstance(event, DecisionRequest):
                     asked.append(event)
-                    answer(attempt.key_value, event.number, Verdict(goes_on=True, milestone=3))
+                    send_verdict(attempt.key_value, event.number, Verdict(goes_on=True, milestone=3))
 
     def train(session, rank):
         for step in range(5):
@@ -64,7 +64,7 @@ def test_no_decision_is_asked_for_on_a_checkpoint_whose_background_commit_fails(
             super().put_bytes(key, data)
 
     attempt = Attempt(open_run(NoManifests()), decisions=DecisionPoints(milestone=0))
-    answer(attempt.key_value, 0, Verdict(goes_on=True))  # so that asking would not wait
+    send_verdict(attempt.key_value, 0, Verdict(goes_on=True))  # so that asking would not wait
     with pytest.raises(CommitFailedError, match="no manifest"):
         attempt.session().report({}, folder(tmp_path / "c", model="x"), upload="async")
     assert not [event for event in attempt.events() if isinstance(event, DecisionRequest)]

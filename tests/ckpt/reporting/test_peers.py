@@ -3,7 +3,7 @@ import threading
 import pytest
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.reporting import commit
-from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, answer
+from prefect_torch.ckpt.reporting.decisions import DecisionPoints, Decisions, Verdict, send_verdict
 from prefect_torch.ckpt.reporting.events import EventSender
 from prefect_torch.ckpt.reporting.exchange import peers
 from prefect_torch.ckpt.reporting.exchange.exits import RankExit, announce_exit, read_exits
@@ -90,7 +90,7 @@ def test_a_rank_that_waits_for_the_leader_says_so(warnings, rank):
 
     def lead():
         assert told.wait(20)
-        answer(shared, 0, Verdict(goes_on=True))
+        send_verdict(shared, 0, Verdict(goes_on=True))
 
     leader = threading.Thread(target=lead, daemon=True)
     leader.start()

@@ -183,7 +183,7 @@ def test_a_trial_whose_sweep_does_not_answer_ends_at_its_checkpoint(sweep, caplo
 
 def test_a_trial_whose_sweep_does_not_tell_where_it_decides_ends_at_its_first_report(sweep):
     waits = AskedDecisions(sweep, TRIAL, longest_wait_s=0.2)
-    assert waits.points().ask(0, 1, {}, has_checkpoint=False)
+    assert waits.points().includes(0, 1, {}, has_checkpoint=False)
     waits.longest_wait_s = 60.0
     decided = Deciding()
     for ask, answers in [

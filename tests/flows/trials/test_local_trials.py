@@ -77,7 +77,7 @@ def test_a_run_in_which_its_trial_does_not_go_on_ends_at_its_next_report():
     trial = TrialRecord(0, "sweep/new", {}, 0, earlier_runs=("sweep/old",))
     search = SimpleNamespace(trials={0: trial}, points=lambda *_: None, decide=lambda *_: Verdict(goes_on=True))
     old, new = (TrialDecisions(search, None, 0, run) for run in ("sweep/old", "sweep/new"))
-    assert old.points().ask(0, 1, {}, has_checkpoint=False)
+    assert old.points().includes(0, 1, {}, has_checkpoint=False)
     assert not old.decide(None).goes_on
     assert new.points() is None
     assert new.decide(None).goes_on
