@@ -147,9 +147,13 @@ MUTANTS = [
         ("stayed = _delete_all(run, decided.drop,", "stayed = () and _delete_all(run, decided.drop,"),
     ),
     *mutants_of(
+        "ckpt/runs/run.py",
+        "tests/ckpt/runs/test_evaluations.py tests/ckpt/test_checkpoint_store.py",
+        ("if not self.exists(checkpoint_id):\n            self.storage.delete", "if False:\n            self.storage.delete"),
+    ),
+    *mutants_of(
         "ckpt/checkpoint_store.py",
         "tests/ckpt/runs/test_evaluations.py tests/ckpt/test_checkpoint_store.py",
-        ("if not self.exists(checkpoint_id):  # pruned since", "if False:  # pruned since"),
         ("check_free(self.committed(checkpoint_id), name)", "self.committed(checkpoint_id)"),
         ("self.committed(checkpoint_id)  # last:", "pass  # last:"),
         ("if stem(key) == checkpoint_id])", "])"),

@@ -397,11 +397,10 @@ def test_servers_are_tied_once_however_often_that_is_said():
 
 def test_to_import_the_module_that_ties_servers_changes_nothing():
     program = """
-import prefect, sys
-before = list(sys.meta_path)
+import sys
 from prefect_torch.tasks.prefect_api.embedded_server import keeping, tying
-assert sys.meta_path == before
+assert not [it for it in sys.meta_path if type(it).__module__ == tying.__name__]
 tying.tie_new_servers()
-assert len(sys.meta_path) == len(before) + 1
+assert len([it for it in sys.meta_path if type(it).__module__ == tying.__name__]) == 1
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -84,7 +84,7 @@ def check_api() -> Iterator[Finding]:
     """Query Prefect's API, which needs its database and credentials, and check what an outage would cost."""
     from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds, for doctor only
     from prefect.settings import get_current_settings  # noqa: PLC0415 - seconds, for doctor only
-    from prefect_torch.tasks.prefect_api.embedded_database import newer_database  # noqa: PLC0415 - imports prefect
+    from prefect_torch.tasks.prefect_api.embedded_server.database import newer_database  # noqa: PLC0415 - imports prefect
     from prefect_torch.tasks.prefect_api.settings import unusable_home, unused_key  # noqa: PLC0415 - imports prefect
 
     url = _api_url()
