@@ -42,7 +42,9 @@ class Checkpoint:
         store: The run of a committed checkpoint; None for a plain directory.
         moves_links: Whether an async report may move the directory's files although they have second names (hard links), since
             nobody writes to them by those.
-        node_copy: Keeps the downloads of a loaded state for the other ranks of this node; None if there are no others.
+        node_copy: Keeps the downloads of a loaded state, and what is known of files in place, for the other ranks of this node;
+            None if there are no others.
+        verify_level: How `as_directory` verifies files in place.
 
     Raises:
         ValueError: If `path` is empty, or a URL of anything but a committed checkpoint.
@@ -54,6 +56,7 @@ class Checkpoint:
     store: Run | None
     moves_links: bool = False
     node_copy: NodeCopy | None = None
+    verify_level: VerifyLevel = "digest"
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -157,9 +160,13 @@ class Checkpoint:
     def as_directory(self, *, include: Include = None, own_files: bool = False) -> Iterator[str]:
         """Yield the path of a local directory with the files, whole and verified; read it, do not change it.
 
-        Where this machine sees the files, they are yielded in place, after one read of each to verify it. Otherwise each file
-        is downloaded once per node, for all processes and threads that request it, below the directory for temporary files
-        (`TMPDIR`). The downloads are deleted after the last reader.
+        Where this machine sees the files, they are yielded in place, after one read of each to verify it. Of the processes and
+        threads of a machine that have the checkpoint at a time, one reads a file; the others compare its state with that in
+        which it was verified: no program has changed it since. In a training, they have the checkpoint that it resumes from
+        until their first report, the flow's process included, and `RunConfig.verify` holds for it: "size" compares sizes alone.
+
+        Otherwise each file is downloaded once per node, for all processes and threads that request it, below the directory for
+        temporary files (`TMPDIR`). The downloads are deleted after the last reader.
 
         With `include` or `own_files`, only the chosen files are verified or downloaded; the directory may hold others.
 
@@ -183,7 +190,9 @@ class Checkpoint:
             yield str(self.directory)
             return
         manifest, files = self._choose(self.store, include, own_files=own_files)
-        with readable_files(self.store, manifest, files) as folder:
+        if self.node_copy is not None and self.verify_level == "digest":
+            self.node_copy.hold(self.store, manifest)
+        with readable_files(self.store, manifest, files, self.verify_level) as folder:
             yield str(folder)
 
     def to_directory(

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 import xxhash
 from filelock import FileLock
-from prefect_torch.ckpt.runs.manifest import FileEntry
+from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
+from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.digest import digest_file
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.machine.scratch import downloads_folder, is_of_earlier_boot, own_mark
@@ -24,6 +25,11 @@ _State: TypeAlias = tuple[Path, int, int, int, int]
 _MAX_CONTENTS = 4096
 _contents: dict[_State, Transfer] = {}  # the files that this process has digested, by the file's state at that time
 _logger = logging.getLogger(__name__)
+
+
+def entry_name(run: Run, manifest: Manifest) -> str:
+    """Return an identifier of a checkpoint, whose manifest holds every digest: equal names are equal bytes, from any source."""
+    return f"{run.path_of(manifest.id)} {manifest.encode().decode()}"
 
 
 @contextmanager
@@ -68,6 +74,29 @@ def found(name: str, paths: Iterable[str]) -> Iterator[Path | None]:
     with _reading(root, name) as entry:
         there = all((entry / "files" / path).exists() for path in paths)  # else the last reader has just left
         yield entry / "files" if there else None
+
+
+@contextmanager
+def reading_entry(name: str) -> Iterator[Path]:
+    """Yield the directory of `name`, which readers of `name` on this node share until the last one leaves.
+
+    Raises:
+        OSError: If the cache is not this user's, or others may write to it; if there is no space for it, or there are no locks.
+
+    """
+    root = _cache_root()
+    _require_locks(root)
+    with _reading(root, name) as entry:
+        yield entry
+
+
+def _require_locks(root: Path) -> None:
+    """Raise OSError if the filesystem has no locks: a FileLock would wait for one for ever."""
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

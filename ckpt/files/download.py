@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import check_entry, check_local_size, missing, verify
+from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
@@ -20,6 +19,7 @@ from prefect_torch.ckpt.storage.retry import with_retries
 
 from .folder import write_metadata
 from .target_directory import move_all, plan_moves
+from .verified_in_place import verify_in_place
 
 
 def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadata: Mapping[str, Any], target: Path) -> None:
@@ -51,8 +51,10 @@ def download(run: Run, manifest: Manifest, entries: Iterable[FileEntry], metadat
 
 
 @contextmanager
-def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Iterator[Path]:
-    """Yield a local directory with `files` of a checkpoint, verified: in place if this machine sees them, else downloaded.
+def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry], level: VerifyLevel = "digest") -> Iterator[Path]:
+    """Yield a local directory with `files` of a checkpoint: in place, verified at `level`, if this machine sees them.
+
+    Otherwise they are downloaded, which always verifies every byte of them.
 
     Raises:
         CheckpointCorruptError: If a file differs from the committed one.
@@ -62,7 +64,7 @@ def readable_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -
     local = run.storage.local_path(run.layout.data(manifest.id))
     if local is not None and manifest.files:  # without files there may be no directory
         with in_place(run, manifest, files):
-            verify(run, replace(manifest, files=tuple(files)), "digest")
+            verify_in_place(run, manifest, files, level)
             yield local
         return
     with cached_files(run, manifest, files) as folder:
@@ -78,14 +80,14 @@ def cached_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> 
         CheckpointNotFoundError: If the checkpoint was pruned meanwhile.
 
     """
-    from .cache import downloaded  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
+    from .cache import downloaded, entry_name  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
 
     entries = {entry.path: entry for entry in files}
 
     def fetch(path: str, target: Path) -> None:
         download_file(run, manifest, entries[path], target)
 
-    with downloaded(_cache_name(run, manifest), entries, fetch) as folder:
+    with downloaded(entry_name(run, manifest), entries, fetch) as folder:
         yield folder
 
 
@@ -95,15 +97,10 @@ def found_files(run: Run, manifest: Manifest, files: Collection[FileEntry]) -> I
 
     Nothing is downloaded or verified.
     """
-    from .cache import found  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
+    from .cache import entry_name, found  # noqa: PLC0415 - a fifth of this package's import time, for remote storages only
 
-    with found(_cache_name(run, manifest), [entry.path for entry in files]) as folder:
+    with found(entry_name(run, manifest), [entry.path for entry in files]) as folder:
         yield folder
-
-
-def _cache_name(run: Run, manifest: Manifest) -> str:
-    # The manifest holds every digest: equal names are equal bytes, from any source.
-    return f"{run.path_of(manifest.id)} {manifest.encode().decode()}"
 
 
 @contextmanager

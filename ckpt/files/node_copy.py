@@ -13,13 +13,14 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.runs.verification import VerifyLevel, verify
 
 from .download import cached_files, found_files
+from .verified_in_place import known_states, verify_in_place
 
 _ROOM = 2  # times the checkpoint's size must be free: the training needs space, too, and TMPDIR may be memory
 _logger = logging.getLogger(__name__)
 
 
 class NodeCopy:
-    """Keeps the files it has verified among the node's downloads until it is released.
+    """Keeps the files it has verified among the node's downloads until it is released, or what it knows of those in place.
 
     Args:
         num_readers: The number of processes on this node that need them.
@@ -29,6 +30,7 @@ class NodeCopy:
     def __init__(self, num_readers: int = 1) -> None:
         self.num_readers = num_readers
         self._kept = ExitStack()
+        self._held: set[str] = set()
 
     def __reduce__(self) -> "tuple[type[NodeCopy], tuple[int]]":
         """Pickle a copy that keeps nothing: files are kept by a process."""
@@ -42,12 +44,23 @@ class NodeCopy:
             CheckpointNotFoundError: If the checkpoint is being pruned.
 
         """
-        if level != "digest" or _is_in_place(run, manifest) or not _has_room(manifest.files):
+        if _is_in_place(run, manifest):
+            if level == "digest":
+                self.hold(run, manifest)
+            verify_in_place(run, manifest, manifest.files, level)
+            return
+        if level != "digest" or not _has_room(manifest.files):
             verify(run, manifest, level)
             return
         verify(run, manifest, "size")
         if self.keep(run, manifest, manifest.files) is None:
             verify(run, manifest, level)
+
+    def hold(self, run: Run, manifest: Manifest) -> None:
+        """Keep what this machine's processes know of the files in place; do nothing for a bucket, or if it is kept already."""
+        if manifest.id not in self._held:
+            self._held.add(manifest.id)
+            self._kept.enter_context(known_states(run, manifest))
 
     def keep(self, run: Run, manifest: Manifest, files: Collection[FileEntry]) -> Path | None:
         """Return a directory with `files`, verified, of which each was downloaded once on this node.
@@ -76,6 +89,7 @@ class NodeCopy:
     def release(self) -> None:
         """Release the files, which are deleted once no other process on this node reads them; do nothing if there are none."""
         self._kept.close()
+        self._held.clear()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Verification: whether the stored files are the committed ones."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -15,10 +16,22 @@ from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_other_size, refuse_part
 
 VerifyLevel: TypeAlias = Literal["digest", "size", "none"]
+Once: TypeAlias = Callable[[FileEntry, Callable[[], None]], None]
 
 
-def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
+def _always(_: FileEntry, read: Callable[[], None]) -> None:
+    read()
+
+
+def verify(run: Run, manifest: Manifest, level: VerifyLevel, once: Once = _always) -> None:
     """Return only if every file exists with the size, and at level "digest" the content, of the manifest.
+
+    Args:
+        run: The run.
+        manifest: The checkpoint.
+        level: The level of verification.
+        once: Receives each file with a function that reads it to compare its content, and calls that unless the content is
+            known to be the committed one.
 
     Raises:
         CheckpointCorruptError: Naming the first file that differs in two reads.
@@ -27,13 +40,13 @@ def verify(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
 
     """
     try:
-        verify_uncommitted(run, manifest, level)
+        verify_uncommitted(run, manifest, level, once)
     except CheckpointCorruptError:
         run.committed(manifest.id)  # a prune deletes the manifest first: files missing then are no damage
         raise
 
 
-def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None:
+def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel, once: Once = _always) -> None:
     """Verify a checkpoint whose manifest is not in the run, as `verify` does.
 
     Raises:
@@ -47,7 +60,7 @@ def verify_uncommitted(run: Run, manifest: Manifest, level: VerifyLevel) -> None
         return
     confirm_damage(run.storage, partial(_verify_sizes, run, manifest))
     if level == "digest":
-        for_each(manifest.files, lambda entry: confirm_damage(run.storage, partial(_verify_digest, run, manifest, entry)))
+        for_each(manifest.files, lambda entry: once(entry, partial(_read_and_verify, run, manifest, entry)))
 
 
 def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer, storage: Storage) -> None:
@@ -118,6 +131,10 @@ def _verify_sizes(run: Run, manifest: Manifest, storage: Storage) -> None:
 def _check_size(run: Run, manifest: Manifest, entry: FileEntry, size: int) -> None:
     if size != entry.bytes:
         raise CheckpointCorruptError(f"{run.path_of(manifest.id)}/{entry.path} has {size} bytes instead of {entry.bytes}")
+
+
+def _read_and_verify(run: Run, manifest: Manifest, entry: FileEntry) -> None:
+    confirm_damage(run.storage, partial(_verify_digest, run, manifest, entry))
 
 
 def _verify_digest(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:

@@ -157,8 +157,8 @@ class RunConfig(FormModel):
     verify: VerifyLevel = Field(
         default="digest",
         title="Verify",
-        description="How a checkpoint is verified before a training resumes from it. digest: every byte. size: every file "
-        "exists in its full size. none: not at all.",
+        description="How a checkpoint is verified before a training resumes from it, and when its ranks then read the files in "
+        "place. digest: every byte. size: every file exists in its full size. none: not at all.",
     )
 
     working_dir: Directory | None = Field(

@@ -253,6 +253,8 @@ def _session(spec: RankSpec, store: CheckpointStore, key_value: TcpKeyValue) -> 
         attempt=spec.attempt,
     )
     restored = None if spec.restored is None else spec.restored.open(store)
+    if restored is not None:
+        restored.verify_level = spec.verify
     session = EvaluationSession if spec.evaluates else RankSession
     is_terminating = partial(key_value.check, TERMINATION_KEY)
     return session(context, store, key_value, restored, spec.reports, is_terminating, open_node(spec, key_value))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.verification import VerifyLevel
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
 
@@ -31,6 +32,7 @@ class RankSpec:
         run: The run's name.
         attempt: The attempt's number; of an evaluation, that of the checkpoint.
         restored: The checkpoint that the attempt resumes from, or None; of an evaluation, the one that is evaluated.
+        verify: How the files of that checkpoint are verified where they are read in place.
         function: The function to run.
         use_gpu: Whether it has a GPU.
         backend: The backend of the process group; None for that of the GPU's type, such as nccl, and gloo without one.
@@ -77,6 +79,7 @@ class RankSpec:
     node_name: str | None = None
     working_dir: StoredDirectory | None = None
     ranks_at_once: int = 1
+    verify: VerifyLevel = "digest"
 
     @property
     def group(self) -> str:

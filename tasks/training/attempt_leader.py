@@ -265,4 +265,5 @@ def _first_rank(
         ),
         flush_s=_FLUSH_S,
         ranks_at_once=job.ranks_at_once,
+        verify=job.run_config.verify,
     )

@@ -384,6 +384,13 @@ def test_a_damaged_latest_is_set_aside_and_the_one_before_is_used(run):
     )
 
 
+def test_a_training_that_compares_sizes_alone_restores_files_of_the_same_size(run):
+    latest = train("trainings:train_epochs", epochs(2), run=run).checkpoint
+    Path(latest.path, "state.json").write_text('{"epoch": 0}')  # it was 1
+    again = train("trainings:train_epochs", epochs(3), run=run.model_copy(update={"verify": "size"}))
+    assert again.return_value == {"begun": 1, "attempt": 2}
+
+
 def test_when_all_are_damaged_it_does_not_start_from_zero(run):
     latest = train("trainings:train_epochs", epochs(1), run=run).checkpoint
     with latest.as_directory() as directory, Path(directory, "state.json").open("r+") as file:
