@@ -16,6 +16,7 @@ from engine_servers import (
     LOOPBACK,
     KubernetesServer,
     dask_cluster,
+    drain_node_of_ray,
     ray_cluster,
     slurm_cluster,
 )
@@ -106,6 +107,27 @@ def test_a_training_on_ray_goes_on_without_the_machine_of_a_killed_raylet(short_
         (raylet,) = [child for child in second.children() if child.name() == "raylet"]
         scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster)
         train_and_lose_machines(train, scaling, run, tmp_path, [lambda: kill(raylet)], [2, 1])
+
+
+def test_a_training_on_ray_leaves_a_machine_that_ray_drains_with_a_last_checkpoint(short_folder, run, tmp_path):
+    """No work is lost, and no budget of failures pays for it."""
+    config = {"epochs": 3, "told": str(tmp_path), "waits": {"1-1": "never"}}
+    failure = FailureConfig(max_infrastructure_failures=0, max_preemptions=1)
+
+    def drain(address):
+        wait_until((tmp_path / "1-1").exists, "the second epoch")
+        drain_node_of_ray(address, "second")
+
+    with ray_cluster(short_folder) as (address, _), ThreadPoolExecutor(1) as other:
+        cluster = RayCluster(
+            address=address, leader_address=LOOPBACK, placement_strategy="SPREAD", wait_s=0, environment=WITHOUT_COMPILER
+        )
+        draining = other.submit(drain, address)
+        scaling = ScalingConfig(num_workers=(1, 2), cluster=cluster)
+        result = train("machine_trainings:train_exactly", config, scaling, run, failure=failure)
+        draining.result()
+    assert [attempt.world_size for attempt in list_attempts(CheckpointStore.open(run.storage, run.name))] == [2, 1]
+    assert result.return_value["begun"] == 2
 
 
 def test_a_training_on_dask_goes_on_without_a_killed_nanny_and_with_a_restarted_worker(dask, tmp_path, run):

@@ -69,6 +69,22 @@ def ray_cluster(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
             yield address, second
 
 
+def drain_node_of_ray(address: str, name: str) -> None:
+    """Have Ray announce that a machine is going to be taken away, as an autoscaler does before the end of a spot instance."""
+    program = (
+        "import sys, time, ray\n"
+        "from ray.core.generated.autoscaler_pb2 import DrainNodeReason\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "(node,) = [it['NodeID'] for it in ray.nodes() if it['NodeName'] == sys.argv[2]]\n"
+        "reason = DrainNodeReason.Value('DRAIN_NODE_REASON_PREEMPTION')\n"
+        "client = ray._raylet.GcsClient(address=sys.argv[1])\n"
+        "is_accepted, why = client.drain_node(node, reason, 'of a spot instance', int(time.time() + 3600) * 1000)\n"
+        "assert is_accepted, why\n"
+    )
+    variables = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    subprocess.run([sys.executable, "-c", program, address, name], env=variables, check=True)
+
+
 @contextmanager
 def dask_cluster(folder: Path) -> Iterator[tuple[str, Callable[..., list[psutil.Process]]]]:
     """Yield the address of a scheduler, and what starts workers of the given names and returns their nannies."""

@@ -61,10 +61,21 @@ class Bundle:
         """Run the agent of its machine, for all bundles there, which have these GPUs."""
         own = ",".join(self._gpus())
         of_ray = [variable for variable in _GPU_VARIABLES if os.environ.get(variable) == own]
-        return run_agent(arguments, key, dict.fromkeys(of_ray or _GPU_VARIABLES[:1], ",".join(gpus)) if gpus else {})
+        visible = dict.fromkeys(of_ray or _GPU_VARIABLES[:1], ",".join(gpus)) if gpus else {}
+        return run_agent(arguments, key, visible, _is_draining)
 
     def _gpus(self) -> list[str]:
         return [str(gpu) for gpu in _ray().get_gpu_ids()]
+
+
+def _is_draining() -> bool:
+    """Return whether Ray is going to take this machine away, as before the end of a spot instance; Ray Train asks the same."""
+    ray = _ray()
+    try:
+        draining = ray._private.state.state.get_draining_nodes()  # noqa: SLF001 - there is no public function
+    except ray.exceptions.RayError:  # its head does not answer at the moment, and is asked again
+        return False
+    return ray.get_runtime_context().get_node_id() in draining
 
 
 def _start(resources: dict[str, float], group: Any, bundle: int) -> Any:

@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, Profile
 from prefect_servers import wait_until
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks import DaskCluster, Hosts, KubernetesCluster, RayCluster, SlurmCluster
-from prefect_torch.tasks.gang.engines import client_process, ray_agents, slurm_cluster
+from prefect_torch.tasks.gang.engines import agent_process, client_process, ray_agents, slurm_cluster
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
@@ -371,7 +371,7 @@ def test_the_agent_of_a_machine_of_ray_has_the_gpus_of_all_bundles_there(monkeyp
     """In the variable in which Ray has set that of the agent's own bundle; the others may be set for other reasons."""
     environments = []
     monkeypatch.setattr(ray_agents, "_ray", lambda: SimpleNamespace(get_gpu_ids=lambda: [1]))
-    monkeypatch.setattr(ray_agents, "run_agent", lambda _arguments, _key, environment: environments.append(environment))
+    monkeypatch.setattr(ray_agents, "run_agent", lambda _arguments, _key, environment, _: environments.append(environment))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ZE_AFFINITY_MASK", raising=False)
@@ -379,6 +379,47 @@ def test_the_agent_of_a_machine_of_ray_has_the_gpus_of_all_bundles_there(monkeyp
     ray_agents.Bundle().run([], "key", ["1", "2"])
     ray_agents.Bundle().run([], "key", [])
     assert environments == [{variable: "1,2"}, {}]
+
+
+def test_an_agent_gets_sigterm_once_its_machine_is_going_to_be_taken_away(monkeypatch, tmp_path):
+    (tmp_path / "waiting_agent.py").write_text(
+        "import pathlib, signal, sys\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "signal.sigwait({signal.SIGTERM})\n"
+        "print('told')\n"
+    )
+    monkeypatch.setattr(agent_process, "AGENT", "waiting_agent")
+    monkeypatch.setattr(agent_process, "_LOOK_S", 0.01)
+    waits = tmp_path / "it waits"
+    assert agent_process.run_agent([str(waits)], "key", {"PYTHONPATH": str(tmp_path)}, waits.exists) == "told"
+
+
+class DrainingRay:
+    """Ray as an actor on node "b" sees it."""
+
+    class exceptions:  # noqa: N801 - as the module is named
+        class RayError(Exception):
+            pass
+
+    def __init__(self, draining):
+        self._draining = draining
+        self._private = SimpleNamespace(state=SimpleNamespace(state=self))
+
+    def get_draining_nodes(self):
+        if self._draining is None:
+            raise self.exceptions.RayError
+        return dict.fromkeys(self._draining, 0)
+
+    def get_runtime_context(self):
+        return SimpleNamespace(get_node_id=lambda: "b")
+
+
+@pytest.mark.parametrize(("draining", "is_draining"), [("", False), ("ac", False), ("ab", True), (None, False)])
+def test_a_machine_is_going_to_be_taken_away_if_ray_drains_it(monkeypatch, draining, is_draining):
+    """While its head does not answer, nothing is known."""
+    monkeypatch.setattr(ray_agents, "_ray", lambda: DrainingRay(draining))
+    assert ray_agents._is_draining() == is_draining
 
 
 @pytest.mark.parametrize(
