@@ -1296,11 +1296,14 @@ def test_an_evaluation_takes_the_checkpoint_first(store, tmp_path):
     "ray.train.torch.TorchTrainer",
     "accepts a function with no argument, or with one, the config",
     verdict="different",
-    reason="a config for a function with no argument, which Ray ignores, is an error; two arguments are a `TypeError`",
+    reason="a config for a function with no argument, which Ray ignores, is an error, and one for a function whose argument "
+    "has a default is given to it; two arguments are a `TypeError`",
 )
 def test_a_function_takes_the_config_or_nothing():
     for function in (lambda: None, lambda config: None):
         assert check_signature(function) is function
+    for config, value in ((None, 5), ({"a": 1}, {"a": 1})):
+        assert _call(check_signature(lambda epochs=5: epochs), config, evaluates=False) == value
     with pytest.raises(TypeError, match="must take one argument, the config, or none"):
         check_signature(lambda config, more: None)
 

@@ -20,7 +20,12 @@ from prefect_torch.tasks.rank.resources.device import is_memory_held_by_others
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.tracebacks import message_line, user_traceback
-from prefect_torch.tasks.rank.user_code.function_reference import TrainFunction, takes_checkpoint, takes_config
+from prefect_torch.tasks.rank.user_code.function_reference import (
+    TrainFunction,
+    needs_no_argument,
+    takes_checkpoint,
+    takes_config,
+)
 
 from .cpu_pickle import dump_on_cpu
 
@@ -74,6 +79,8 @@ def _watch_steps(num_ranks: int) -> None:
 def _call(function: TrainFunction, config: dict[str, Any] | None, *, evaluates: bool) -> Any:
     if evaluates and takes_checkpoint(function):
         return function(get_checkpoint(), **_by_name(function, config or {}))
+    if not config and needs_no_argument(function):
+        return function()  # its first parameter, which may be anything, keeps its default
     if takes_config(function):
         return function({} if config is None else config)
     if config:

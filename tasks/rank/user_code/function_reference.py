@@ -173,6 +173,15 @@ def takes_config(function: TrainFunction) -> bool:
     return _can_bind(signature, {})
 
 
+def needs_no_argument(function: TrainFunction) -> bool:
+    """Return whether `function` can be called without an argument."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function in C without a signature
+        return False
+    return _can_bind(signature)
+
+
 def takes_checkpoint(function: TrainFunction) -> bool:
     """Return whether `function` has the form of Ray's `ValidationFn`: the checkpoint, and the config's items by name."""
     try:

@@ -442,6 +442,21 @@ def test_a_function_gets_its_configuration_if_it_can_take_it(function, is_given_
     assert takes_config(check_signature(function)) is is_given_it
 
 
+@pytest.mark.parametrize(
+    ("function", "config", "value"),
+    [
+        (lambda epochs=5: epochs, None, 5),
+        (functools.partial(lambda epochs, lr=0.1: (epochs, lr), 5), None, (5, 0.1)),
+        (lambda *arguments: arguments, None, ()),
+        (lambda config: config, None, {}),
+        (lambda config=None: config, {"a": 1}, {"a": 1}),
+        (lambda config=None: config, {}, None),  # as the Run form gives it if it is left empty
+    ],
+)
+def test_a_function_that_needs_no_argument_gets_one_only_if_a_config_is_given(function, config, value):
+    assert _call(check_signature(function), config, evaluates=False) == value
+
+
 def validate(checkpoint, threshold, *, scale=1):
     return checkpoint, threshold, scale
 
