@@ -42,6 +42,7 @@ from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
     RankFailedError,
+    RayCluster,
     Result,
     RunConfig,
     ScalingConfig,
@@ -1166,12 +1167,15 @@ def test_there_is_at_least_one_rank():
 @behaviour(
     "ray.train.ScalingConfig",
     "resources_per_worker reserves resources",
-    verdict="refused",
-    reason="a work pool's job variables reserve them for the flow run, whose ranks share its machine",
+    verdict="different",
+    reason="`RayCluster(resources_per_worker=)` does on a Ray cluster; elsewhere a work pool's job variables reserve them for "
+    "the flow run, whose ranks share its machine",
 )
-def test_resources_are_the_work_pools():
-    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        ScalingConfig(resources_per_worker={"CPU": 4})
+def test_resources_are_the_clusters_or_the_work_pools():
+    resources = {"CPU": 4.0}
+    assert ScalingConfig(cluster=RayCluster(resources_per_worker=resources)).cluster.resources_per_worker == resources
+    with pytest.raises(ValidationError, match=r"give cluster=RayCluster\(resources_per_worker="):
+        ScalingConfig(resources_per_worker=resources)
 
 
 @behaviour(

@@ -21,6 +21,7 @@ from .sync import SyncConfig
 UNLIMITED = -1
 Budget = Annotated[int, Field(ge=UNLIMITED)]
 _RESOURCES = "a work pool's job variables determine what a flow run may use, which its ranks share"
+_RESOURCES_OF_RAY = f"on a Ray cluster, give cluster=RayCluster(resources_per_worker=...); elsewhere {_RESOURCES}"
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _DelayOfEach = Annotated[list[Seconds], Field(max_length=50, title="One each")]  # as Prefect's delays
 _DelayOfAll = Annotated[Seconds, Field(title="One for all")]
@@ -36,9 +37,11 @@ class ScalingConfig(FormModel):
     """How many ranks train, and on which devices."""
 
     _instead_of: ClassVar = {
-        **dict.fromkeys(("resources_per_worker", "accelerator_type", "label_selector"), _RESOURCES),
+        **dict.fromkeys(("resources_per_worker", "accelerator_type"), _RESOURCES_OF_RAY),
+        "label_selector": _RESOURCES,
         "trainer_resources": f"leave it out: {_RESOURCES}",
-        "placement_strategy": "leave it out: each machine gets ranks as long as it has room",
+        "placement_strategy": "on a Ray cluster, give cluster=RayCluster(placement_strategy=...); elsewhere leave it out: each "
+        "machine gets ranks as long as it has room",
         "elastic_resize_monitor_interval_s": "give regrow_after_s, with num_workers=(fewest, most)",
         **dict.fromkeys(("use_tpu", "topology"), "only GPUs are supported (use_gpu), no TPUs"),
         "torch_config": "give backend and timeout_s",
@@ -106,7 +109,7 @@ class RunConfig(FormModel):
     _instead_of: ClassVar = {
         "callbacks": "automations of Prefect act on the events of a training",
         "worker_runtime_env": "ranks have the environment of the flow's process; working_dir brings code to others, and "
-        "Hosts(environment=...) variables",
+        "the cluster's environment=... variables",
         "logging_config": "give log_level, and set PREFECT_LOGGING_LEVEL for the flow's own lines",
         "verbose": "leave it out, or give log_level",
         "log_to_file": "leave it out: a rank's output is its task run's log",

@@ -534,6 +534,13 @@ def test_fields_of_rays_configs_are_refused_with_what_to_write():
         assert not [error["msg"] for error in refused if "; there are " in error["msg"]]
 
 
+@pytest.mark.parametrize("name", ["resources_per_worker", "placement_strategy", "accelerator_type"])
+def test_what_a_ray_cluster_has_is_told_to_those_who_keep_theirs(name):
+    assert "RayCluster(" in Equivalents().of_argument("ray.train.ScalingConfig", name, "").here
+    with pytest.raises(ValidationError, match=r"give cluster=RayCluster\("):
+        ScalingConfig(**{name: "SPREAD"})
+
+
 def test_no_name_has_two_rows():
     names = [row.ray for row in ROWS if row.ray]
     assert len(names) == len(set(names))
