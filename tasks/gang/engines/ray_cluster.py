@@ -1,10 +1,11 @@
 """The machines of a Ray cluster."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .client_process import check_client, run_client_process
 from .cluster import Agents, Cluster, MachineRequest
@@ -34,11 +35,22 @@ class RayCluster(Cluster):
         default={},
         title="Resources per rank",
         description="What Ray reserves for each rank, such as CPU: 8; one CPU when empty. And one GPU if ranks have GPUs, "
-        "unless GPU is among the given ones.",
+        "which is all that a rank uses.",
     )
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         default="PACK", title="Placement", description="Whether ranks are on few machines, or spread over many."
     )
+
+    @field_validator("resources_per_worker")
+    @classmethod
+    def _check_resources(cls, resources: dict[str, float]) -> dict[str, float]:
+        if resources.get("GPU", 1) != 1:
+            raise ValueError(f"each rank has one GPU, not {resources['GPU']:g}: leave GPU out, and give use_gpu=True")
+        if not all(0 <= amount < math.inf for amount in resources.values()):
+            raise ValueError("Ray reserves no negative and no infinite amounts: give numbers from 0 on")
+        if resources and not any(resources.values()):
+            raise ValueError("Ray reserves nothing without an amount above 0: give one, or leave resources_per_worker out")
+        return resources
 
     @property
     def longest_wait_s(self) -> float:

@@ -37,6 +37,7 @@ from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.gang.processes.fork_servers import ProcessContext
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.failures import counts_against
+from pydantic import ValidationError
 from servers import free_port
 
 
@@ -395,6 +396,21 @@ def test_an_agent_gets_sigterm_once_its_machine_is_going_to_be_taken_away(monkey
     assert agent_process.run_agent([str(waits)], "key", {"PYTHONPATH": str(tmp_path)}, waits.exists) == "told"
 
 
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ({"GPU": 2}, "each rank has one GPU, not 2"),
+        ({"CPU": 1, "GPU": 0.5}, "each rank has one GPU, not 0.5"),
+        ({"CPU": -1}, "no negative"),
+        ({"memory": float("nan")}, "no negative and no infinite"),
+        ({"CPU": 0}, "nothing without an amount above 0"),
+    ],
+)
+def test_what_ray_cannot_reserve_for_a_rank_is_refused(resources, why):
+    with pytest.raises(ValidationError, match=why):
+        RayCluster(resources_per_worker=resources)
+
+
 class DrainingRay:
     """Ray as an actor on node "b" sees it."""
 
@@ -427,7 +443,7 @@ def test_a_machine_is_going_to_be_taken_away_if_ray_drains_it(monkeypatch, drain
     [
         ({}, {"CPU": 1, "GPU": 1}),
         ({"CPU": 8}, {"CPU": 8, "GPU": 1}),
-        ({"GPU": 2}, {"GPU": 2}),
+        ({"GPU": 1}, {"GPU": 1}),
     ],
 )
 def test_ray_reserves_a_gpu_for_each_rank_that_needs_one(given, reserved):
