@@ -10,6 +10,7 @@ from prefect_torch.tasks.gang.machine.working_dir import WorkingDirectory
 from prefect_torch.tasks.options.config import ScalingConfig
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, import_torch
+from prefect_torch.tasks.rank.resources.cpus import count_cpus
 from prefect_torch.tasks.rank.spec import RankSpec, on_machines
 from prefect_torch.tasks.rank.user_code.function import PackedFunction
 
@@ -39,8 +40,11 @@ class GangJob(Protocol):
 
 
 def num_ranks_here(scaling: ScalingConfig, gpus: GpuAllocation) -> int:
-    """Return the number of ranks on this machine: one for each of the GPUs that are taken, without GPUs the most."""
-    return len(gpus.locks) or scaling.most_workers
+    """Return the number of ranks on this machine: one for each of the GPUs that are taken, without GPUs one for each CPU.
+
+    Not fewer than the fewest, nor more than the most. More ranks than CPUs would take turns, and need as much memory each.
+    """
+    return len(gpus.locks) or min(scaling.most_workers, max(scaling.fewest_workers, count_cpus()))
 
 
 def first_rank(

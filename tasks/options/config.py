@@ -52,7 +52,7 @@ class ScalingConfig(FormModel):
         default=1,
         title="Ranks",
         description="How many processes train together; a list of two numbers for the fewest and the most, of which an attempt "
-        "has as many as there is room for when it begins.",
+        "has as many as there is room for when it begins: on the flow's machine, one for each free GPU, or for each CPU.",
     )
     use_gpu: bool = Field(default=False, title="GPUs", description="Give each rank a GPU of its own.")
     backend: Backend | None = Field(
