@@ -64,8 +64,8 @@ def _in_one_line(record: logging.LogRecord) -> bool:
 
     Else the first start shows a traceback of 90 lines when SQLite refuses the record of its telemetry.
     """
-    if record.exc_info and record.exc_info[0]:
-        kind, error, _ = record.exc_info
+    kind, error, _ = record.exc_info or (None, None, None)
+    if kind is not None:
         record.msg, record.args = f"{record.getMessage()}: {kind.__name__}: {error}".partition("\n")[0], ()
         record.exc_info = record.exc_text = None
     return True
