@@ -4,7 +4,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -188,10 +187,11 @@ class Search:
                 return Verdict(trial.state == "running", self._milestone_of(trial))
             if score is None or len(self.metrics) > 1:  # of several, no scheduler decides, and Optuna takes no reports
                 return self._decide_by_limit(trial, request)
-            decision = self._decide({**self.trials, number: replace(trial, reports=(*trial.reports, report))}, trial, request)
+            reported = trial.with_report(report)
+            decision = self._decide({**self.trials, number: reported}, trial, request)
             cloned = None if decision.clone is None else self._clone(number, decision.clone)
             if decision.state != "running":
-                self._tell(replace(trial, reports=(*trial.reports, report)), decision.state, request.newest)
+                self._tell(reported, decision.state, request.newest)
             self.recorded.record(
                 TrialReported(
                     number,

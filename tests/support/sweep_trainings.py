@@ -61,6 +61,10 @@ def threshold_pruner():
     return optuna.pruners.ThresholdPruner(upper=10)
 
 
+def late_threshold_pruner():
+    return optuna.pruners.ThresholdPruner(upper=10, n_warmup_steps=4)
+
+
 def pruner_of_odd_numbers():
     class Pruner(optuna.pruners.BasePruner):
         def prune(self, study, trial):

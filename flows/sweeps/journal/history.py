@@ -30,6 +30,14 @@ class RungReport:
     checkpoint: str | None = None
     num_reports: int = 0
 
+    def is_repeated_by(self, later: "RungReport") -> bool:
+        """Return whether a restart has taken the training back to before this report, so that it made `later` afterwards.
+
+        Times grow otherwise. Of one time, such as an epoch, there may be several reports, whose numbers grow.
+        """
+        is_same_time = self.time == later.time  # NaN is none
+        return self.time > later.time or (is_same_time and self.num_reports >= later.num_reports)
+
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
@@ -72,6 +80,11 @@ class TrialRecord:
     deleted_runs: tuple[str, ...] = ()
     reports_before: int = 0
     common: dict[str, Any] | None = None
+
+    def with_report(self, report: RungReport) -> "TrialRecord":
+        """Return the trial with one more report, in place of those that it has trained again after a restart."""
+        kept = tuple(it for it in self.reports if not it.is_repeated_by(report))
+        return replace(self, reports=(*kept, report))
 
     @property
     def trained(self) -> "TrialRecord":
@@ -127,12 +140,11 @@ def _ended(trial: TrialRecord, event: TrialEnded) -> TrialRecord:
 
 def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
     reported = replace(
-        trial,
+        trial.with_report(RungReport(event.time, event.value, event.checkpoint, event.num_reports)),
         state=event.state,
         reason=event.reason,
         metrics=event.metrics,
         milestone=event.milestone,
-        reports=(*trial.reports, RungReport(event.time, event.value, event.checkpoint, event.num_reports)),
     )
     if event.cloned is None:
         return replace(reported, former=None)

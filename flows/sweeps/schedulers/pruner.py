@@ -1,6 +1,5 @@
 """Any pruner of Optuna's: a trial that it would prune stops."""
 
-import math
 from typing import ClassVar, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState
@@ -41,7 +40,7 @@ class PrunedTrials(ResumesAll):
         self._pruning = pruning
         self._counts_reports = counts_reports
         self._grace_period = grace_period
-        self._seen: dict[int, int] = {}  # how many reports of each trial
+        self._following: dict[int, int] = {}  # the step from which it has no report yet, of each trial
         self._ended: set[int] = set()
 
     def first_milestone(self, number: int) -> float | None:  # noqa: ARG002 - the signature of Scheduler
@@ -62,16 +61,17 @@ class PrunedTrials(ResumesAll):
 
     def _catch_up(self, trial: TrialRecord) -> bool:
         """Add the new reports of a trial to the pruner, and return whether it would prune the trial at the last one."""
+        if trial.number in self._ended:
+            return False
         prunes = False
-        seen = self._seen.get(trial.number, 0)
-        for count, report in enumerate(trial.reports[seen:], seen + 1):
-            if not self._counts_reports and math.isnan(report.time):
-                continue  # from an earlier start, whose times were a metric
-            step = count if self._counts_reports else int(report.time)
-            prunes = self._pruning.report(trial.number, step, report.value)
-        self._seen[trial.number] = len(trial.reports)
+        for place, report in enumerate(trial.reports, 1):
+            step = place if self._counts_reports else report.time
+            # Else it has been trained again after a restart, or is NaN: an earlier start had a metric as time.
+            if step >= self._following.get(trial.number, 0):
+                self._following[trial.number] = int(step) + 1
+                prunes = self._pruning.report(trial.number, int(step), report.value)
         # Not a failed one: Optuna would refuse its reports after a restart, and its pruners do not look for failed trials.
-        if trial.state in ("completed", "stopped") and trial.number not in self._ended:
+        if trial.state in ("completed", "stopped"):
             self._pruning.end(trial.number, trial.state)
             self._ended.add(trial.number)
         return prunes

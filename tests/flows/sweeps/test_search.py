@@ -246,6 +246,48 @@ def test_a_pruner_judges_failed_trials_that_are_started_again_one_after_the_othe
         assert not report(number, 3, 99.0)
 
 
+def test_reports_that_are_trained_again_after_a_restart_replace_the_former_ones():
+    def reports_at(*times):
+        return [TrialReported(0, it, 9.0, None, {}, "running", num_reports=number) for number, it in enumerate(times, 1)]
+
+    start = TrialStarted(0, "sweep/trial-0000-00000000", {}, 0)
+    history = history_of([start, *reports_at(1, 2, math.nan, 3, 3, 4), *reports_at(3, 3, 4, 5)])
+    found = [(it.time, it.num_reports) for it in history[0].reports if not math.isnan(it.time)]
+    assert found == [(1, 1), (2, 2), (3, 1), (3, 2), (4, 3), (5, 4)]
+    assert len(history[0].reports) == 7
+
+
+def test_the_median_of_trials_that_were_restarted_is_that_of_undisturbed_ones():
+    def last_verdict(*, is_restarted):
+        search = Search(configured(scheduler="median"), parse_space(SPACE), 0, RecordedTrials([], [].append), "sweep")
+        for number in range(3):
+            search.next_trial()
+            for step in (1, 2, 3, 4, *((2, 3, 4, 5) if is_restarted else (5,))):
+                search.decide(number, DecisionRequest(0, step, step, {"loss": 1.0 if step in (1, 5) else 9.0}, None))
+        search.next_trial()
+        return search.decide(3, DecisionRequest(0, 5, 5, {"loss": 6.0}, None)).goes_on
+
+    assert not last_verdict(is_restarted=False)
+    assert not last_verdict(is_restarted=True)
+
+
+@pytest.mark.parametrize("time_attr", ["step", "epoch"])
+def test_a_pruner_sees_a_report_that_is_trained_again_once_at_its_former_number(time_attr):
+    config, entries = configured(scheduler="pruner", pruner="sweep_trainings:late_threshold_pruner", time_attr=time_attr), []
+
+    def goes_on(search, epoch, loss):
+        return search.decide(0, DecisionRequest(0, epoch, epoch, {"loss": loss, "epoch": float(epoch)}, None)).goes_on
+
+    search = Search(config, parse_space(SPACE), 0, RecordedTrials([], entries.append), "sweep")
+    search.next_trial()
+    for _ in range(2):  # the trial fails, and begins again
+        assert all(goes_on(search, epoch, loss) for epoch, loss in enumerate([99.0] * 3 + [1.0] * 3, 1))
+    events = [event for entry in entries if (event := decode_event(entry, "test")) is not None]
+    for one in (search, Search(config, parse_space(SPACE), 0, RecordedTrials(events, [].append), "sweep")):
+        assert goes_on(one, 7, 1.0)
+        assert not goes_on(one, 8, 99.0)
+
+
 @pytest.mark.parametrize("sampler", ["TPESampler", "GPSampler", "NSGAIISampler", "RandomSampler"])
 def test_a_sampler_of_optunas_by_its_import_path_gets_the_seed(sampler):
     suggested = []
