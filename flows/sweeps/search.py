@@ -85,7 +85,7 @@ class Search:
         points = grid_points(search_config, space)
         self._study = Study(recorded.operations, search_config, space, seed, points)
         self._sampler = check_sampler(search_config, space)
-        default = len(points) if self._sampler == "grid" else _DEFAULT_TRIALS
+        default = len(points) if self._sampler == "grid" else max(_DEFAULT_TRIALS, len(points))
         self.num_trials = search_config.num_trials or default
         self._make_scheduler = partial(make_scheduler, search_config, space, seed)
         self._scheduler = self._make_scheduler(self.num_trials)

@@ -80,7 +80,8 @@ class SearchConfig(FormModel):
         default=None,
         ge=1,
         title="Trials",
-        description="How many trials there are. When empty, 10, or every combination of a grid; more trials repeat these.",
+        description="How many trials there are. When empty, 10, or as many as the first configs if these are more, or every "
+        "combination of a grid; more trials repeat these.",
     )
     max_concurrent: int = Field(default=1, ge=1, title="Concurrent trials", description="How many trials run at once.")
     sampler: str | None = Field(
@@ -256,6 +257,15 @@ class SearchConfig(FormModel):
                 "mode",
                 f"metric={high[0]!r} looks like one of which a high value is good, and the default mode, 'min', finds the "
                 "worst of it: give mode='max', or 'min' if that is meant",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_untried_points(self) -> "SearchConfig":
+        if self.num_trials is not None and self.num_trials < len(self.initial_points):
+            raise ValueError(
+                f"num_trials={self.num_trials} leaves some of the {len(self.initial_points)} initial_points untried: give as "
+                "many trials, or fewer points"
             )
         return self
 

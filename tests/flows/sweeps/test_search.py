@@ -160,6 +160,14 @@ def test_initial_points_that_a_sweep_gets_later_come_next_and_no_combination_is_
     assert [it["a"] for it in lead(later, space, entries)] == [40, 30]
 
 
+def test_initial_points_are_all_tried_and_fewer_trials_than_points_are_refused():
+    points = [{"lr": 0.01 * it} for it in range(1, 13)]
+    assert lead(configured(num_trials=None, initial_points=points), SPACE, []) == points
+    assert len(lead(configured(num_trials=None, initial_points=points[:2]), SPACE, [])) == 10
+    with pytest.raises(ValueError, match="num_trials=11 leaves some of the 12 initial_points untried: give as many trials"):
+        configured(num_trials=11, initial_points=points)
+
+
 def test_a_part_of_a_config_that_was_tried_is_not_tried_again_after_a_kill():
     entries, space = [], {"x": uniform(0, 1), "y": uniform(0, 1)}
     config = configured(num_trials=3, initial_points=[{"x": 0.5}])

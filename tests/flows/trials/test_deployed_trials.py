@@ -105,8 +105,8 @@ def is_known(client) -> bool:
 
 
 def search(**changes) -> SearchConfig:
-    points = [{"lr": 0.9}, {"lr": 0.4}]
-    return SearchConfig(**{"metric": "loss", "num_trials": 2, "sampler": "random", "initial_points": points, **changes})
+    given = {"metric": "loss", "num_trials": 2, "sampler": "random", "initial_points": [{"lr": 0.9}, {"lr": 0.4}], **changes}
+    return SearchConfig(**{**given, "initial_points": given["initial_points"][: given["num_trials"]]})
 
 
 def test_trials_are_flow_runs_of_a_deployment_that_pause_and_go_on_from_their_checkpoints(served, tmp_path):
