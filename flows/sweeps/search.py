@@ -167,8 +167,12 @@ class Search:
         return self._scheduler.first_milestone(trial.number) if is_unknown else trial.milestone
 
     def first_decision(self, number: int) -> float | None:
-        """Return the time from which a trial's first checkpoint needs a decision; None if checkpoints need none."""
-        return None if self._scheduler.asks_always else self._scheduler.first_milestone(number)
+        """Return the time from which a trial's first checkpoint needs a decision; None if checkpoints need none.
+
+        At `max_t` a trial is complete without one, as are those in the bracket of hyperband that has no rungs before it.
+        """
+        first = None if self._scheduler.asks_always else self._scheduler.first_milestone(number)
+        return None if first == self.search_config.max_t else first
 
     def give_up(self, error: Exception) -> None:
         """End the sweep with `error`: a decision could not be recorded."""

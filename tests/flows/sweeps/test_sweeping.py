@@ -828,6 +828,21 @@ def test_a_limit_that_no_report_of_a_running_trial_has_is_said_while_it_runs(tmp
     )
 
 
+def test_of_hyperband_a_trial_without_rungs_awaits_no_decision_and_the_others_do(tmp_path):
+    space, recorded = parse_space({"lr": uniform(0, 1)}), RecordedTrials([], [].append)
+    searched = Search(search(scheduler="hyperband", max_t=81), space, 0, recorded, "sweep")
+    criteria, told = UnusedCriteria(searched.search_config), []
+    for number in (8, 0):  # 8 is the first one of the bracket that trains to max_t, and the first one that completes
+        run = Run.open(tmp_path, f"sweep/trial-{number:04d}-0123abcd")
+        history = HistoryWriter(run, 1)
+        history.append(MetricRecord(1, 80, {"loss": 1.0}, None, "2026-01-01T00:00:00+00:00"))
+        history.flush()
+        trial = TrialRecord(number, run.name, {}, number, state="completed")
+        told += criteria.warnings(trial, searched.first_decision(number), Run.open(tmp_path, "sweep"))
+    (line,) = told
+    assert line.startswith("scheduler='hyperband' has not decided on trial 0: it reached step=80 without a checkpoint")
+
+
 def test_a_history_that_cannot_be_read_ends_no_sweep(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("no answer")
