@@ -222,7 +222,7 @@ class SweepResult:
             history: Its trials.
 
         """
-        trials = [_trial(run, definition, history[number].trained) for number in sorted(history)]
+        trials = [_trial(run, definition, history[number]) for number in sorted(history)]
         return cls(run.name, run.path, trials, definition.metrics, definition.modes)
 
     def _scores(self, trial: Trial) -> list[float] | None:
@@ -270,9 +270,7 @@ def _warn_of_lost_ends(run: Run, trials: History) -> None:
 
 
 def _trial(run: Run, definition: Definition, record: TrialRecord) -> Trial:
-    metrics = record.metrics
-    if record.state == "running":
-        metrics = newest_of_each(read_history(run.beside(record.run))) or metrics
-    common = definition.config if record.common is None else record.common
-    config = config_of_trial(common, record.config)
-    return Trial(record.number, config, metrics, record.state, record.reason, record.run, run.spec)
+    newest = newest_of_each(read_history(run.beside(record.run))) if record.state == "running" else {}
+    trained = record.as_trained(has_metrics=bool(newest))
+    config = config_of_trial(definition.config if trained.common is None else trained.common, trained.config)
+    return Trial(trained.number, config, newest or trained.metrics, trained.state, trained.reason, trained.run, run.spec)

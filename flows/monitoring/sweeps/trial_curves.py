@@ -1,5 +1,6 @@
 """The curve of a trial: its reports of the metric that the sweep optimizes, read from its run."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -19,7 +20,7 @@ class TrialCurve:
     Attributes:
         points: The step and the value of its reports, thinned.
         times: When the value at each of these steps was reported, in seconds since the epoch.
-        metrics: The newest value of each metric that it reported.
+        metrics: The newest value of each metric in the run, and in none before it.
         step: The step of its newest report; None before the first.
         flow_run_id: The flow run of its newest attempt, or None.
         attempts: The number of its attempts.
@@ -37,12 +38,11 @@ class TrialCurve:
 
     def after(self, earlier: "TrialCurve") -> "TrialCurve":
         """Return this curve, preceded by that of a run that the trial has left, up to the first step of this one."""
-        if not self.points:
-            return replace(self, points=earlier.points, times=earlier.times, metrics=earlier.metrics, step=earlier.step)
-        kept = [(step, value) for step, value in earlier.points if step < self.points[0][0]]
+        begins = self.points[0][0] if self.points else math.inf
+        kept = [(step, value) for step, value in earlier.points if step < begins]
         points = tuple(thin([*kept, *self.points], _MAX_POINTS))
         times = {step: {**earlier.times, **self.times}[step] for step, _ in points}
-        return replace(self, points=points, times=times)
+        return replace(self, points=points, times=times, step=earlier.step if self.step is None else self.step)
 
 
 def read_curve(run: Run, metric: str) -> TrialCurve:

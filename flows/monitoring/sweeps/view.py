@@ -169,13 +169,16 @@ class SweepView:
 
     def _seen(self, record: TrialRecord) -> SeenTrial:
         curve = self._curves.get(record.number, TrialCurve())
+        read = self._versions.get(record.number)
+        is_of_present_run = read is not None and read[0] == record.run
+        trained = record.as_trained(has_metrics=is_of_present_run and bool(curve.metrics))
         metrics = curve.metrics if record.state == "running" and curve.metrics else record.metrics or curve.metrics
         return SeenTrial(
             record.number,
-            record.trained.run,
+            trained.run,
             record.state,
             record.reason,
-            parameters_of(record.trained.config),
+            parameters_of(trained.config),
             metrics,
             value_in(metrics, record.state, self.metric),
             tuple(report.time for report in record.reports),

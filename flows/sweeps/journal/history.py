@@ -86,10 +86,16 @@ class TrialRecord:
         kept = tuple(it for it in self.reports if not it.is_repeated_by(report))
         return replace(self, reports=(*kept, report))
 
-    @property
-    def trained(self) -> "TrialRecord":
-        """The trial whose metrics these are: while it waits to continue from another one's checkpoint, as it was before."""
-        return self.former if self.former is not None and self.state == "paused" else self
+    def as_trained(self, *, has_metrics: bool) -> "TrialRecord":
+        """Return the trial as it has trained: one that goes on from another one's checkpoint as before that, at first.
+
+        Args:
+            has_metrics: Whether its present run has metrics by now.
+
+        """
+        if self.former is None or has_metrics or self.state == "failed":
+            return self
+        return replace(self.former, state=self.state, reason=self.reason)
 
 
 History: TypeAlias = Mapping[int, TrialRecord]

@@ -6,12 +6,15 @@ import pickle
 import pytest
 from prefect_torch.ckpt import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
+from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import Result, SweepResult, Trial, sweep_result
 from prefect_torch.flows.monitoring.sweeps.view import SweepView
 from prefect_torch.flows.sweeps.definition import store_definition
-from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialEnded, TrialReported, encode_event
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialEnded, TrialReported, TrialResumed, encode_event
 from prefect_torch.flows.sweeps.journal.journal import Journal
 from prefect_torch.flows.sweeps.journal.stored_trials import events_of, read_trials
 from stored_sweeps import events_of_a_sweep, store_sweep
@@ -118,6 +121,34 @@ def test_a_trial_that_waits_to_continue_from_another_ones_checkpoint_has_the_con
     view = SweepView(run, definition)
     view.record(read_trials(run))
     assert [(it.run, it.parameters["lr"]) for it in view.trials() if it.number == 4] == [(before.run, before.config["lr"])]
+
+
+def test_a_trial_that_goes_on_from_another_ones_checkpoint_has_the_config_of_its_metrics_until_it_has_new_ones(tmp_path):
+    run, definition = store_sweep(LocalStorage(tmp_path))
+    before, view = SweepResult.from_storage(tmp_path, "digits")[4], SweepView(run, definition)
+
+    def shown():
+        view.record(read_trials(run))
+        of_page = [(it.run, it.parameters["lr"], it.metrics) for it in view.trials() if it.number == 4]
+        view.read()
+        of_page += [(it.run, it.parameters["lr"], it.metrics) for it in view.trials() if it.number == 4]
+        found = SweepResult.from_storage(tmp_path, "digits")[4]
+        return {found.state}, [(found.run, found.config["lr"], found.metrics), *of_page]
+
+    shown()
+    cloned = Cloned("digits/trial-0004-0000000b", {"lr": 7}, Source(3, before.run, "another-id"))
+    taken = TrialReported(4, 1, 0.9, None, before.metrics, "paused", cloned=cloned)
+    journal = Journal(run, 1, len(events_of_a_sweep()))
+    for event in (taken, TrialResumed(4)):
+        journal.append(encode_event(event))
+    assert shown() == ({"running"}, [(before.run, before.config["lr"], before.metrics)] * 3)
+    begun = Run.open(LocalStorage(tmp_path), "digits/trial-0004-0000000b")
+    history = HistoryWriter(begun, claim_attempt(begun, Owner.current(), world_size=1).number)
+    assert shown() == ({"running"}, [(before.run, before.config["lr"], before.metrics)] * 3)
+    history.append(MetricRecord(1, 2, {"loss": 0.2}, None, "2026-01-02T00:00:00+00:00"))
+    history.flush()
+    shown()
+    assert shown() == ({"running"}, [("digits/trial-0004-0000000b", 7, {"loss": 0.2})] * 3)
 
 
 def test_a_journal_that_lacks_ends_of_a_completed_sweep_is_told(tmp_path, caplog):
