@@ -24,6 +24,8 @@ from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.backoff import Backoff
 
+from .untaken import Untaken
+
 _LOOK_FOR_LOST_S = 5.0
 _LOOK_FOR_HEARTBEAT_S = 30.0
 _GONE_S = 10.0  # after which no runner or worker reports the end of a process to Prefect any more
@@ -42,6 +44,7 @@ class FlowRunWatch:
         self._gone_since_s: dict[UUID, float] = {}
         self._looked_s = 0.0
         self._silence = _Silence()
+        self._untaken = Untaken()
         self._pauses: Backoff | None = None  # while Prefect's API is away
 
     def look(self, running: Iterable[tuple[TrialRecord, UUID]]) -> tuple[dict[UUID, FlowRun], set[UUID]] | None:
@@ -67,6 +70,8 @@ class FlowRunWatch:
             self._pauses.record()
             return None
         self._pauses = None
+        if (warning := self._untaken.warning(found.values(), time.monotonic())) is not None:
+            get_run_logger().warning("%s", warning)
         return found, lost
 
     def _lost(self, client: SyncPrefectClient, trials: Mapping[UUID, TrialRecord], found: Mapping[UUID, FlowRun]) -> set[UUID]:

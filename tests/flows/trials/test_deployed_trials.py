@@ -550,6 +550,21 @@ def test_a_flow_run_whose_settings_this_version_does_not_know_is_cancelled(unser
 
 
 @pytest.mark.usefixtures("unserved")
+def test_a_sweep_whose_flow_runs_nothing_takes_says_so_once(tmp_path, monkeypatch, caplog):
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(trial_flow_runs, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    led, trial = Run.open(str(tmp_path), "untaken"), TrialRecord(0, "untaken/trial-0000-0123abcd", {}, 0)
+    with disable_run_logger():
+        begun = start(trials_of(led, "train/queue-a"), trial)
+    watch = FlowRunWatch(led)
+    for clock.now_s in (100.0, 159.0, 160.0, 400.0):
+        wait_until(lambda: watch.look([(trial, begun)]) is not None, "an answer of the server", every_s=0.01)
+        told = [record.getMessage() for record in caplog.records if "nothing has taken" in record.getMessage()]
+        assert len(told) == (clock.now_s >= 160.0)
+    assert told[0].startswith("no trial runs, and nothing has taken 1 flow run, such as 'untaken/trial-0000-0123abcd', for")
+
+
+@pytest.mark.usefixtures("unserved")
 def test_a_trial_can_be_suspended_and_is_not_cancelled_with_the_sweep_that_has_started_it(client, tmp_path):
     """Of subflow runs, Prefect refuses the first, and does the second, though another start has taken them over."""
     trial = TrialRecord(0, "suspended/trial-0000-0123abcd", {}, 0)
