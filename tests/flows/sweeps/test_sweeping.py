@@ -39,6 +39,7 @@ from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, read_history
 from prefect_torch.ckpt.runs.manifest import new_id
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.runs.whole.trials import trials_of
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import (
     CheckpointConfig,
@@ -230,6 +231,15 @@ def test_a_grid_is_tried_whole_and_a_sweep_that_is_raised_goes_on(run, caplog):
     again = sweep("sweep_trainings:return_loss", {"x": grid([3])}, search=SearchConfig(metric="loss"), run=fresh)
     assert [trial.config for trial in again.trials] == [{"x": 3}]
     assert SweepResult.from_storage(run.storage, run.name) == again
+
+
+def test_the_former_trials_of_a_sweep_that_begins_again_keep_their_checkpoints(run):
+    """The new ones have none yet."""
+    chosen = search(num_trials=1, keep_best_trials=1)
+    for resume in ("auto", "never"):
+        starting = run.model_copy(update={"resume": resume})
+        sweep("sweep_trainings:climb", {"lr": uniform(0, 1)}, {"epochs": 2}, chosen, run=starting)
+    assert [bool(it.list()) for it in trials_of(CheckpointStore.open(run.storage, run.name))] == [True, True]
 
 
 def test_a_trial_has_the_config_with_which_it_last_started(run):
