@@ -63,7 +63,15 @@ class AgentListener:
                 self._unknown[connection.fileno()] = connection
                 if len(self._unknown) > _MOST_UNKNOWN:
                     _shut(self._unknown.popitem(last=False)[1])
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+            self._begin_greeting(connection)
+
+    def _begin_greeting(self, connection: socket.socket) -> None:
+        """Greet in a thread of its own, once this process has one left: an agent waits that long, but does not come again."""
+        while self._socket.fileno() >= 0:
+            with suppress(RuntimeError):
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+                return
+            time.sleep(_PAUSE_S)
 
     def _greet(self, connection: socket.socket) -> None:
         number = connection.fileno()

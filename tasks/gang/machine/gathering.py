@@ -60,7 +60,11 @@ class Gathering:
         self._changing = threading.Lock()
         self._pulse = Pulse()
         self._listener = self._listen()
-        self._pulse.start()
+        try:
+            self._pulse.start()
+        except RuntimeError:  # no thread is left for the moment
+            self._listener.close()
+            raise
         self.host = self._listener.host
         self.address = f"{f'[{self.host}]' if ':' in self.host else self.host}:{self._listener.port}"
 
@@ -209,7 +213,12 @@ class Gathering:
             self.fail(name, reason)
 
     def _enter(self, link: Link, hello: Mapping[str, Any]) -> None:
-        machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks, self._explain)
+        try:
+            machine = RemoteMachine(link, hello, self._cluster.environment, self._cluster.not_for_ranks, self._explain)
+        except RuntimeError as exc:  # no thread is left for the moment
+            self.fail(self._cluster.expected_name(str(hello["name"])), f"its messages cannot be received: {exc}")
+            link.close()
+            return
         refusal = _NO_GPU if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
             if refusal is not None:

@@ -31,7 +31,7 @@ from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.launcher import AgentLauncher
-from prefect_torch.tasks.gang.machine.link import LinkError
+from prefect_torch.tasks.gang.machine.link import Link, LinkError
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.gang.processes.fork_servers import ProcessContext
@@ -556,6 +556,26 @@ def test_a_command_that_cannot_be_started_is_a_machine_that_does_not_come(monkey
     cluster = Hosts(["a"], leader_address="127.0.0.1")
     with gather(cluster, MachineRequest(1, 1, use_gpu=False, avoid=frozenset())) as gathering:
         assert gathering.missing() == [f"a: its command cannot be started: {error}"]
+
+
+def test_an_agent_whose_machine_gets_no_thread_is_sent_away_and_says_why(monkeypatch):
+    """It would wait for an order, and the leader for it."""
+    monkeypatch.setattr(gathering_module, "RemoteMachine", fails(RuntimeError("can't start new thread")))
+    here, there = socket.socketpair()
+    cluster, request = Roomy(leader_address="127.0.0.1"), MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    with there, gather(cluster, request) as gathering:
+        gathering._enter(Link(here, b"", b""), {"name": "a", "address": "127.0.0.1", "slots": 1, "versions": versions()})
+        assert not there.recv(1)
+        assert gathering.missing() == ["a: its messages cannot be received: can't start new thread"]
+
+
+def test_a_leader_that_gets_no_thread_for_its_heartbeats_leaves_its_port_free(monkeypatch):
+    monkeypatch.setattr(gathering_module.Pulse, "start", fails(RuntimeError("can't start new thread")))
+    cluster, request = Roomy(leader_address="127.0.0.1"), MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    with begun_threads() as begun, pytest.raises(RuntimeError, match="new thread"), gather(cluster, request):
+        pass
+    assert begun
+    wait_until(lambda: not any(it.is_alive() for it in begun), "the threads that accept end")
 
 
 def test_a_rank_that_an_agent_cannot_start_says_why():

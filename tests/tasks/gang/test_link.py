@@ -14,6 +14,7 @@ import prefect_torch
 import pytest
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.tasks.gang.machine import agent as agent_module
+from prefect_torch.tasks.gang.machine import agent_listener
 from prefect_torch.tasks.gang.machine import link as links
 from prefect_torch.tasks.gang.machine.agent import Agent
 from prefect_torch.tasks.gang.machine.agent_listener import AgentListener
@@ -215,6 +216,26 @@ def test_a_flood_of_silent_connections_keeps_no_agent_waiting(listener):
     link.close()
     for connection in connections:
         connection.close()
+
+
+def test_an_agent_is_accepted_once_there_is_a_thread_for_it(listener, monkeypatch):
+    """At a limit of processes there may be none for the moment, and agents do not come again."""
+    listener, entered = listener
+    refused = []
+
+    class Thread(threading.Thread):
+        def start(self):
+            if len(refused) < 2:
+                refused.append(self)
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(agent_listener, "threading", SimpleNamespace(Thread=Thread))
+    greeted = [connect_agent(listener) for _ in range(2)]
+    wait_for(lambda: len(entered) == 2)
+    assert len(refused) == 2
+    for link in greeted:
+        link.close()
 
 
 def test_hundreds_of_agents_that_all_take_their_time_are_accepted(listener):
