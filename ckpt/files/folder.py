@@ -21,7 +21,7 @@ IDENTITY_PREFIX = ".prefect-torch-report-"  # of a file by which ranks identify 
 _LARGE_BYTES = 2**20  # larger files are stored one by one
 _GROUP_BYTES = 32 * 2**20
 _REFUSED = re.compile(r"[\\\x00-\x1f\x7f]")
-_MOST_LEVELS = 100  # of directories; a listing recurses, with an open directory for each level
+_MOST_LEVELS = 100  # of directories; a local storage lists 128, those of the run and the checkpoint among them
 GROUPED = 1000  # the most files of a group, all of which a retry sends again
 _NAMES_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # a missing target, a path through a file, links in a circle
 

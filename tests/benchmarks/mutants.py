@@ -203,9 +203,14 @@ MUTANTS = [
         ("way.replace(temporary, name)", "way.replace(name, temporary)"),
         ("os.fsync(file.fileno())", "pass"),
         ("st_mtime <= newest_s", "st_mtime > 0"),
-        ("and not is_temporary(name)", ""),
-        ("or after.startswith(key)", ""),
         ("refused = refused or exc", "pass"),
+    ),
+    *mutants_of(
+        "ckpt/storage/local_files/walk.py",
+        "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
+        ("and not is_temporary(entry.name)", ""),
+        ("or after.startswith(key)", ""),
+        ("len(levels) == MOST_LEVELS", "len(levels) == 10**9"),
     ),
     *mutants_of(
         "ckpt/storage/local_files/free_space.py",

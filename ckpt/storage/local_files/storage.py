@@ -20,6 +20,7 @@ from .free_space import FreeSpace
 from .groups import store_group
 from .reserve import is_reserve
 from .root_folder import RootFolder, Way, despite_deletes
+from .walk import MOST_LEVELS, walk
 
 
 class LocalStorage:
@@ -119,6 +120,8 @@ class LocalStorage:
     def list(self, prefix: str, *, after: str | None = None, splits: Splits | None = None) -> Iterator[ObjectInfo]:
         """Yield the files below `prefix`, sorted by their whole key; a link below it is not followed, and no split needed.
 
+        What is nested more than 128 levels deep is left out, with a warning: no report has stored it.
+
         Raises:
             PermissionError: If `prefix` itself leads out of the storage through a link; an empty listing would look like a
                 run without checkpoints.
@@ -130,7 +133,7 @@ class LocalStorage:
                 folder = way.listed()
         except (FileNotFoundError, NotADirectoryError):
             return
-        yield from _walk(folder, prefix, after)
+        yield from walk(self._root.path, folder, prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the directories directly below `prefix`; reads none of them, and follows no link."""
@@ -181,7 +184,9 @@ class LocalStorage:
         newest_s = time.time() - older_than_s
         left_in: dict[str, list[str]] = defaultdict(list)
         with suppress(FileNotFoundError), self._root.open(_names(prefix)) as top:
-            for folder, _, names, descriptor in os.fwalk(".", dir_fd=top.folder):
+            for folder, below, names, descriptor in os.fwalk(".", dir_fd=top.folder):
+                if folder.count("/") >= MOST_LEVELS - 1:  # as in a listing
+                    below.clear()
                 for name in (it for it in names if is_temporary(it) and not is_reserve(it)):
                     with suppress(FileNotFoundError):  # its writer is alive and has finished
                         if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mtime <= newest_s:
@@ -302,36 +307,3 @@ def _unlink(way: Way, names: Iterable[str]) -> None:
         with suppress(FileNotFoundError, IsADirectoryError):
             way.unlink(name)
     way.remove_if_empty()
-
-
-def _walk(folder: int, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-    """Yield the files in an open directory, and close it."""
-    try:
-        with os.scandir(folder) as entries:
-            # A directory sorts as its name with the "/" that its keys continue with: "a-b" comes before "a/b". A file that is
-            # replaced meanwhile may come twice (tmpfs, FUSE).
-            named = {f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name: entry for entry in entries}
-        for name, entry in sorted(named.items()):
-            key = f"{prefix}{name}"
-            if name.endswith("/"):
-                if after is None or key > after or after.startswith(key):
-                    yield from _walk_below(folder, entry.name, key, after)
-            elif (after is None or key > after) and not is_temporary(name) and entry.is_file(follow_symlinks=False):
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # deleted after the scan
-                    continue
-                yield ObjectInfo(key, status.st_size, status.st_mtime)
-    finally:
-        os.close(folder)
-
-
-def _walk_below(folder: int, name: str, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-    try:
-        below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-    except FileNotFoundError:  # deleted after the scan
-        return
-    except OSError as exc:
-        exc.filename = prefix  # the call knew the last name only
-        raise
-    yield from _walk(below, prefix, after)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from deep_folders import make_deep
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointError, CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.errors import CheckpointCorruptError, MalformedRecordError
@@ -232,6 +233,22 @@ def test_names_that_are_no_keys_end_nothing(tmp_path, capsys):
     assert run(["delete", str(top), "run", "--yes"]) == 0
     assert "cannot be a storage key" not in capsys.readouterr().err
     assert {info.key.rpartition("/")[2] for info in store.storage.list("run/")} == {"a\\b.json", f"{THIRD}.a\nb.json"}
+
+
+def test_directories_of_any_depth_end_nothing(tmp_path, capsys):
+    top = tmp_path / "store"
+    for name in ("run", "other"):
+        shutil.copytree(STORED / "run", top / name)
+    for folder in ("", *FOLDERS, f"checkpoints/{THIRD}"):
+        (make_deep(top / "run" / folder) / "m").touch()
+    store = CheckpointStore.open(top, "run")
+    look(store)
+    look_from_a_terminal(store)
+    collect_garbage(store, grace_s=10**9)
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "is nested more than 128 levels deep" in said.err
+    assert "other" in said.out
 
 
 def test_junk_everywhere_at_once_is_left_where_it_is(store, capsys):

@@ -27,6 +27,7 @@ import obstore
 import paramiko
 import pytest
 from botocore.exceptions import ClientError, CredentialRetrievalError, ReadTimeoutError, TokenRetrievalError
+from deep_folders import make_deep
 from fsspec import AbstractFileSystem
 from fsspec.implementations import local as fsspec_local
 from fsspec.implementations import memory
@@ -473,6 +474,19 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.remove_interrupted("run/", older_than_s=0)
         assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == ["whole"]
         assert storage.get_bytes("run/checkpoints/whole/x") == b"1"
+
+    def test_what_is_deeper_than_any_report_is_left_out_and_ends_no_listing(self, storage, tmp_path, caplog):
+        storage.put_bytes("run/x/x/m", b"1")
+        storage.put_bytes("run/y", b"1")
+        deep = make_deep(tmp_path / "store/run")
+        left = deep / ".tmp-0123456789abcdef"
+        for file in (deep / "m", left):
+            file.touch()
+        assert [info.key for info in storage.list("run/")] == ["run/x/x/m", "run/y"]
+        assert f"left out: {tmp_path}/store/run/x/x/x" in caplog.text
+        assert "is nested more than 128 levels deep: move or delete it" in caplog.text
+        storage.remove_interrupted("run/", older_than_s=0)
+        assert left.exists()
 
     def test_deleting_the_last_file_removes_its_folders(self, storage, tmp_path):
         storage.put_bytes("run/checkpoints/id/sub/x", b"1")
