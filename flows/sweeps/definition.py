@@ -1,10 +1,11 @@
 """The definition of a sweep in its storage: the same for every process that leads the sweep."""
 
 import json
+import reprlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.metrics import to_json
@@ -14,7 +15,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION, check_depth
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 from prefect_torch.flows.sweeps.domains import as_stored, find_domain, parse_space
-from prefect_torch.flows.sweeps.search_config import SearchConfig
+from prefect_torch.flows.sweeps.search_config import Mode, SearchConfig
 from prefect_torch.flows.sweeps.space import is_same
 
 _LARGEST_SEED = 2**32
@@ -45,6 +46,19 @@ class Definition:
     seed: Count
     search: dict[str, Any] = field(default_factory=dict)
     created_at: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse metrics without a mode each.
+
+        Raises:
+            ValueError: If there are none, or a mode is neither "min" nor "max".
+
+        """
+        modes = [mode for mode in self.modes if mode in get_args(Mode)]
+        if not len(self.metrics) == len(self.modes) == len(modes) > 0:
+            raise ValueError(
+                f"its metrics {reprlib.repr(self.metrics)} have the modes {reprlib.repr(self.modes)}: one each, 'min' or 'max'"
+            )
 
 
 def define(function: str, space: dict[str, Any], config: dict[str, Any], search: SearchConfig) -> Definition:

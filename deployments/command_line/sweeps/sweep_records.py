@@ -67,7 +67,7 @@ class SweepRecords:
         """Return how many trials there are, in which states, and the best one."""
         trials, best, metric = self.view.trials(), self.view.best(), self.view.metric
         wanted = self.definition.search.get("num_trials")
-        of = f" of {wanted}" if wanted is not None and wanted > len(trials) else ""
+        of = f" of {wanted}" if isinstance(wanted, int) and wanted > len(trials) else ""
         states = ", ".join(f"{count} {state}" for state, count in count_states(trials))
         found = "" if best is None else f"; best {metric} {show_metric(best.value)} in trial {best.number}"
         return (

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.ckpt.runs.metrics import Metrics
 from prefect_torch.ckpt.runs.records.fields import Count, decode
 
 _logger = logging.getLogger(__name__)
+RunName: TypeAlias = Annotated[str, check_run_name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class TrialStarted(TrialEvent):
     """
 
     trial: Count
-    run: str
+    run: RunName
     config: dict[str, Any]
     study_number: Count
     milestone: float | None = None
@@ -111,7 +113,7 @@ class Source:
     """
 
     trial: Count
-    run: str
+    run: RunName
     checkpoint: str
 
 
@@ -127,7 +129,7 @@ class Cloned:
 
     """
 
-    run: str
+    run: RunName
     config: dict[str, Any]
     source: Source
     reports_before: Count = 0
@@ -176,7 +178,7 @@ class CheckpointsDeleted:
     """
 
     trial: Count
-    run: str
+    run: RunName
 
 
 Event: TypeAlias = SweepLed | TrialStarted | TrialResumed | TrialReported | TrialEnded | CheckpointsDeleted

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage import parallel
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.deployments.command_line import program
 from prefect_torch.deployments.command_line.runs import selection
 from prefect_torch.deployments.command_line.sweeps import sweep_records
 from prefect_torch.deployments.command_line.upkeep import copy_command
@@ -98,6 +99,28 @@ def test_of_a_sweep_that_has_lost_an_entry_what_is_known_is_printed(swept, comma
     assert {number for number in range(5) if re.search(rf"^ *{number} ", out, re.MULTILINE)} >= {3, 4}
     assert (code, "cannot be read, so trials may be missing" in err, "entry 1 of the journal" in err) == (1, True, True)
     assert command(name, swept, "digits", "--json", *arguments)[0] == 1
+
+
+def change_definition(storage, change):
+    run = Run.open(storage, "digits")
+    stored = run.records.get_json(run.layout.sweep)
+    del stored["digest"]
+    run.records.put(run.layout.sweep, stored | change)
+
+
+@pytest.mark.parametrize("name", ["ls", "show", "best"])
+@pytest.mark.parametrize("change", [{"metrics": []}, {"modes": []}, {"metrics": ["loss", "size"]}, {"modes": ["MIN"]}])
+def test_a_definition_whose_metrics_do_not_have_a_mode_each_is_told_by_its_name(swept, capsys, name, change):
+    change_definition(swept, change)
+    assert program.run([name, swept, "digits"]) == 1
+    assert "digits/sweep.json is not what a sweep searches: its metrics [" in capsys.readouterr().err
+
+
+def test_a_number_of_trials_that_is_none_is_not_shown(swept, command):
+    change_definition(swept, {"search": {"num_trials": "9", "scheduler": []}})
+    code, out, err = command("show", swept, "digits")
+    assert (code, err) == (0, "")
+    assert "\n5 trials: " in out
 
 
 @pytest.mark.parametrize(

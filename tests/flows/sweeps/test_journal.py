@@ -7,6 +7,7 @@ import pytest
 from crash_points import crash_points
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -235,6 +236,15 @@ def test_an_event_of_a_trial_that_was_not_started_is_an_error(tmp_path):
         read_trials(run)
     known, lost = read_known_trials(run)
     assert (known.keys(), lost) == ({7, *whole} - {number}, None)
+
+
+def test_an_event_of_a_run_with_a_name_that_no_run_has_names_the_journal(tmp_path):
+    run, _ = store_sweep(str(tmp_path))
+    start = next(part for part in list_parts(run) if b"TrialStarted" in run.storage.get_bytes(part.key))
+    body = json.loads(run.storage.get_bytes(start.key))["body"]
+    run.storage.put_bytes(start.key, seal({**body, "entry": {**body["entry"], "run": "x"}}))
+    with pytest.raises(MalformedRecordError, match=r"^the journal of sweep 'digits' is not a TrialStarted: run: .*'digits/x'"):
+        read_trials(run)
 
 
 def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):

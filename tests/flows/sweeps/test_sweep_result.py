@@ -102,17 +102,19 @@ def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path)
     after = SweepResult.from_storage(tmp_path, "moved")
     assert [trial.run for trial in after] == [f"moved/{trial.run.partition('/')[2]}" for trial in before]
     assert [trial.result.metrics for trial in after] == [trial.metrics for trial in before]
-    cloned = Cloned("digits/trial-0001-b", {"run": "digits/x"}, Source(0, "digits/trial-0000-a", "an-id"))
+    cloned = Cloned("digits/trial-0001-0123abcd", {"run": "digits/x"}, Source(0, "digits/trial-0000-0123abcd", "an-id"))
     entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
     (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
-    assert event.cloned == Cloned("moved/trial-0001-b", {"run": "digits/x"}, Source(0, "moved/trial-0000-a", "an-id"))
+    assert event.cloned == Cloned(
+        "moved/trial-0001-0123abcd", {"run": "digits/x"}, Source(0, "moved/trial-0000-0123abcd", "an-id")
+    )
 
 
 def test_a_trial_that_waits_to_continue_from_another_ones_checkpoint_has_the_config_of_its_metrics(tmp_path):
     """So it stays if the time budget of the sweep is used up by then."""
     run, definition = store_sweep(LocalStorage(tmp_path))
     before = SweepResult.from_storage(tmp_path, "digits")[4]
-    cloned = Cloned("digits/trial-0004-b", {"lr": 7}, Source(3, before.run, "another-id"))
+    cloned = Cloned("digits/trial-0004-0123abcd", {"lr": 7}, Source(3, before.run, "another-id"))
     taken = TrialReported(4, 1, 0.1, None, {"loss": 0.1}, "paused", cloned=cloned)
     Journal(run, 1, len(events_of_a_sweep())).append(encode_event(taken))
     shown = SweepResult.from_storage(tmp_path, "digits").best
