@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +13,7 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, MAX_STEP, AttemptNumber, Manifest, StepNumber, attempt_of
 from prefect_torch.ckpt.runs.metrics import Metrics, add_newest
-from prefect_torch.ckpt.runs.records.fields import Time
+from prefect_torch.ckpt.runs.records.fields import Time, is_moment
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.records import fields_of
@@ -56,7 +55,7 @@ class MetricRecord:
         try:
             columns = list(zip(*map(_COLUMNS, fields), strict=True))
             attempts, steps, metrics, checkpoints, moments, are_logged = columns
-            deque(map(datetime.fromisoformat, moments), maxlen=0)
+            are_moments = all(map(is_moment, map(datetime.fromisoformat, moments)))
         except (KeyError, TypeError, ValueError):
             return None
         are_ordinary = (
@@ -66,7 +65,7 @@ class MetricRecord:
             and 0 <= min(steps) <= max(steps) <= MAX_STEP
             and are_scalars(metrics, _NO_TAGS)
             and all_are({str, type(None)}, checkpoints)
-            and all_are({str}, moments)
+            and are_moments
             and all_are({bool}, are_logged)
         )
         return list(map(cls, *columns)) if are_ordinary else None

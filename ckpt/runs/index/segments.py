@@ -21,7 +21,7 @@ from prefect_torch.ckpt.runs.bulk import all_are, are_counts, are_scalars, bytes
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.runs.manifest import MAX_STEP, FileEntry, Manifest, id_prefix, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
-from prefect_torch.ckpt.runs.records.fields import decode
+from prefect_torch.ckpt.runs.records.fields import decode, is_moment
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.storage.protocol import Storage
@@ -168,7 +168,7 @@ def _quick(table: Sequence[Sequence[Any]]) -> list[Entry] | None:
     if not are_ordinary or (grouped := _quick_files(files)) is None:
         return None
     committed_at = [datetime.fromisoformat(it) for it in moments]
-    if any(it.tzinfo is None for it in committed_at):
+    if not all(map(is_moment, committed_at)):
         return None
     columns = (ids, steps, attempts, metrics, grouped, world_sizes, parents, committed_at, metadata, timings)
     return list(map(Entry, map(Manifest, *columns), sizes))

@@ -59,6 +59,11 @@ class Within:
             raise ValueError(f"{reprlib.repr(value)} is not within {self.least} and {self.most}")
 
 
+def is_moment(moment: datetime) -> bool:
+    """Return whether a time has a zone, and a year that it has in every zone."""
+    return moment.tzinfo is not None and MINYEAR < moment.year < MAXYEAR
+
+
 def check_time(text: str) -> None:
     """Raise ValueError unless `text` is a time with its zone, in ISO 8601.
 
@@ -147,7 +152,7 @@ def _moment(value: object) -> datetime:
         moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
         moment = None
-    if moment is None or moment.utcoffset() is None or not MINYEAR < moment.year < MAXYEAR:  # every zone has these years
+    if moment is None or not is_moment(moment):
         raise FieldError(f"{reprlib.repr(value)} is not a time with its zone")
     return moment
 

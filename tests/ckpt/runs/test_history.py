@@ -311,6 +311,13 @@ def test_many_lines_at_once_are_read_as_each_of_them(field, value):
     check_reading([encode_line(0, fields_of(record(0))), seal({key: it for key, it in fields.items() if it is not ...})])
 
 
+@pytest.mark.parametrize("at", ["2026-01-01T00:00:00", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "now", None])
+def test_a_time_that_some_zone_does_not_have_is_left_out_alone(at):
+    """Else a command that shows how long ago it was ends in a traceback."""
+    line = seal({**fields_of(record(1)), "format": 1, "number": 1, "reported_at": at})
+    assert len(check_reading([encode_line(0, fields_of(record(0))), line])) == 1
+
+
 @pytest.mark.parametrize(
     "body", ["1,2", '{"format":1},{"format":1}', "[1", "1]", "", "NaN", '{"format":1,"number":1e999}', "\xe9"]
 )

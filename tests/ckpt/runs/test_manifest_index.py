@@ -154,6 +154,9 @@ def test_a_segment_that_is_damaged_is_left_out_and_made_anew(store, manifests, j
         (5, [["/etc/passwd", 1, "0", 0]]),
         (5, [[]]),
         (8, "now"),
+        (8, "2026-01-01T00:00:00"),
+        (8, "0001-01-01T00:00:00+14:00"),
+        (8, "9999-12-31T23:59:59-14:00"),
         (10, []),
     ],
 )
