@@ -7,7 +7,7 @@ from typing import Any
 
 from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, check_local_size, missing
+from prefect_torch.ckpt.runs.verification import VerifyLevel, check_entry, missing
 from prefect_torch.ckpt.storage.confirmed_reads import confirm_damage
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
@@ -137,8 +137,7 @@ def download_file(run: Run, manifest: Manifest, entry: FileEntry, path: Path) ->
     key = run.layout.data(manifest.id, entry.path)
 
     def read_once(storage: Storage) -> None:
-        check_local_size(run, manifest, entry, storage)
-        check_entry(run, manifest, entry, storage.get_file(key, path), storage)
+        check_entry(run, manifest, entry, storage.get_file(key, path, entry.bytes), storage)
 
     def read(storage: Storage) -> None:
         try:

@@ -79,24 +79,12 @@ def check_entry(run: Run, manifest: Manifest, entry: FileEntry, got: Transfer, s
 
     """
     refuse_part(storage, run.layout.data(manifest.id, entry.path), got.bytes, entry.bytes)
-    if (got.bytes, got.digest) != (entry.bytes, entry.digest):
+    _check_size(run, manifest, entry, got.bytes)
+    if got.digest != entry.digest:
         raise CheckpointCorruptError(
             f"{run.path_of(manifest.id)}/{entry.path} differs from what rank {entry.rank} committed: "
-            f"{got.bytes} bytes with xxh3-128 {got.digest} instead of {entry.bytes} bytes with {entry.digest}"
+            f"xxh3-128 {got.digest} instead of {entry.digest}"
         )
-
-
-def check_local_size(run: Run, manifest: Manifest, entry: FileEntry, storage: Storage) -> None:
-    """Compare a file's size with the committed one before it is copied; do nothing for a bucket, which needs a request for it.
-
-    Raises:
-        CheckpointCorruptError: If it differs.
-        FileNotFoundError: If there is no such file.
-
-    """
-    key = run.layout.data(manifest.id, entry.path)
-    if storage.local_path(key) is not None:
-        _check_size(run, manifest, entry, storage.size(key))
 
 
 def missing(run: Run, manifest: Manifest, entry: FileEntry) -> CheckpointCorruptError:

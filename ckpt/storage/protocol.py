@@ -115,8 +115,16 @@ class Storage(Protocol):
         """
         ...
 
-    def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`, whose directory exists."""
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
+        """Write the object to `path`, whose directory exists.
+
+        Args:
+            key: Its key.
+            path: The file to write.
+            expected: The size that it should have, in bytes. One of another size is not read, since it could fill the disk: the
+                result has its size, and no digest. None if any is right.
+
+        """
         ...
 
     def digest(self, key: str) -> Transfer:

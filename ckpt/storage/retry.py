@@ -181,9 +181,9 @@ class RetryingStorage:
         """Store `parts` as one object."""
         return self._retry("storing", key, lambda storage: storage.put_buffers(key, parts))
 
-    def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`."""
-        return self._retry("reading", key, lambda storage: storage.get_file(key, path))
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
+        """Write the object to `path`, unless it has another size than `expected`."""
+        return self._retry("reading", key, lambda storage: storage.get_file(key, path, expected))
 
     def digest(self, key: str) -> Transfer:
         """Return the size and digest of the object."""

@@ -67,6 +67,24 @@ def test_a_file_of_another_size_is_not_copied(local, tmp_path):
     assert list((tmp_path / "out").rglob("*")) == []
 
 
+def test_an_object_that_has_grown_is_not_downloaded(remote, tmp_path, node):
+    """A checkpoint of a few bytes could fill the disk."""
+    checkpoint = commit(remote, tmp_path, model="x")
+    remote.storage.put_bytes(remote.layout.data(checkpoint.id, "model"), bytes(2**20))
+    written = []
+
+    class Watching(WrappedStorage):
+        def get_file(self, key, path, *rest):
+            got = self.inner.get_file(key, path, *rest)
+            written.append(path.exists())
+            return got
+
+    store = CheckpointStore(Watching(remote.storage), Layout("run"), remote.spec)
+    with pytest.raises(CheckpointCorruptError, match=r"model has 1048576 bytes instead of 1"):
+        store.checkpoint(checkpoint.manifest).to_directory(tmp_path / "out")
+    assert written == [False, False], "damage is confirmed by another look"
+
+
 def test_a_remote_checkpoint_is_downloaded_and_deleted_after_the_reader(remote, tmp_path, node):
     checkpoint = commit(remote, tmp_path, model="x")
     with checkpoint.as_directory() as directory:

@@ -19,10 +19,10 @@ class RecordingStorage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def get_file(self, key: str, path: Path) -> Any:
+    def get_file(self, key: str, *rest: Any) -> Any:
         with self._record.open("a") as file:
             file.write(f"{key}\n")
-        return self._inner.get_file(key, path)
+        return self._inner.get_file(key, *rest)
 
 
 def read(place, wanted, everybody_reads):

@@ -45,8 +45,10 @@ class MemoryStorage:
         except KeyError:
             raise FileNotFoundError(key) from None
 
-    def get_file(self, key: str, path: Path) -> Transfer:
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
         data = self.get_bytes(key)
+        if expected not in (None, len(data)):
+            return Transfer(len(data), "")
         path.write_bytes(data)
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
 

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 from prefect_torch.ckpt import StorageError
+from prefect_torch.ckpt.storage.protocol import Transfer
 from prefect_torch.ckpt.storage.retry import classify
 
 
@@ -35,6 +36,15 @@ class StorageContract:
         assert (sent.bytes, sent.digest) == (size, xxhash.xxh3_128_hexdigest(data[:size]))
         assert (tmp_path / "out").read_bytes() == data[:size]
         assert storage.size("run/checkpoints/x/model.pt") == size
+
+    def test_a_file_of_another_size_than_expected_is_not_read(self, storage, tmp_path):
+        storage.put_bytes("run/x", b"larger")
+        assert storage.get_file("run/x", tmp_path / "out", 1) == Transfer(6, "")
+        assert not (tmp_path / "out").exists()
+        assert storage.get_file("run/x", tmp_path / "out", 6) == storage.digest("run/x")
+        assert (tmp_path / "out").read_bytes() == b"larger"
+        with pytest.raises(FileNotFoundError):
+            storage.get_file("run/nothing", tmp_path / "out", 6)
 
     @pytest.mark.parametrize("owned", [False, True])
     def test_files_stored_together_come_back_with_the_digests_of_their_bytes(self, storage, raw_keys, tmp_path, owned):

@@ -228,7 +228,7 @@ class _RunCopy:
     def _copy_as_is(self, info: ObjectInfo) -> int:
         copied = 0
         if find_size(self._target, info.key) != info.bytes:
-            with suppress(FileNotFoundError), self._as_file(info.key) as path:  # if its time in quarantine is over
+            with suppress(FileNotFoundError), self._as_file(info.key) as (path, _):  # if its time in quarantine is over
                 copied = self._target.put_file(info.key, path).bytes
         self._advance(info.bytes)
         return copied
@@ -267,9 +267,8 @@ class _RunCopy:
     def _send(self, key: str, entry: FileEntry) -> int:
         source, target = self._source, self._target
         differs = CheckpointCorruptError(f"{source.url}/{key} differs from what was committed, {_NOT_COPIED}")
-        with self._as_file(key) as path:
-            # A pipe has no size here, and would block; a file that has grown could fill the target.
-            if source.local_path(key) is not None and source.size(key) != entry.bytes:
+        with self._as_file(key, entry.bytes) as (path, size):
+            if size != entry.bytes:  # it could fill the target
                 raise differs
             sent = target.put_file(key, path)
         if (sent.bytes, sent.digest) != (entry.bytes, entry.digest):
@@ -278,15 +277,18 @@ class _RunCopy:
         return sent.bytes
 
     @contextmanager
-    def _as_file(self, key: str) -> Iterator[Path]:
-        """Yield an object of the source as a local file: the stored file itself if it is local, else a temporary copy."""
+    def _as_file(self, key: str, expected: int | None = None) -> Iterator[tuple[Path, int]]:
+        """Yield an object of the source as a local file, with its size: the stored file if it is local, else a temporary copy.
+
+        Of another size than `expected`, it is not copied. A pipe has no size, and would block.
+        """
         path = self._source.local_path(key)
         if path is not None:
-            yield path
+            yield path, self._source.size(key)
             return
         with scratch_folder() as folder:
-            self._source.get_file(key, folder / "file")
-            yield folder / "file"
+            got = self._source.get_file(key, folder / "file", expected)
+            yield folder / "file", got.bytes
 
     @contextmanager
     def _naming_missing(self, key: str, manifest: Manifest) -> Iterator[None]:

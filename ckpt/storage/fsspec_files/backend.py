@@ -142,8 +142,10 @@ class FsspecStorage:
 
         self._put(key, store)
 
-    def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`."""
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
+        """Write the object to `path`, unless it has another size than `expected`, which costs a request."""
+        if expected is not None and (size := self.size(key)) != expected:
+            return Transfer(size, "")
         with self._reading(key) as fs, open_whole(fs, self._path(key)) as source, path.open("wb", buffering=0) as target:
             return copy_and_digest(source, target)
 

@@ -85,10 +85,14 @@ class LocalStorage:
 
         self._write(key, None, write)
 
-    def get_file(self, key: str, path: Path) -> Transfer:
-        """Copy the object to `path`, up to its size at the start: one that grows meanwhile must not fill the disk."""
-        with self._open(key) as source, path.open("wb", buffering=0) as target:
-            return copy_and_digest(source, target, os.fstat(source.fileno()).st_size)
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
+        """Copy the object to `path`, unless it has another size than `expected`; what it grows meanwhile is left out."""
+        with self._open(key) as source:
+            size = os.fstat(source.fileno()).st_size
+            if expected not in (None, size):
+                return Transfer(size, "")
+            with path.open("wb", buffering=0) as target:
+                return copy_and_digest(source, target, size)
 
     def digest(self, key: str) -> Transfer:
         """Return the size and digest of the object."""

@@ -88,9 +88,11 @@ class ObstoreStorage:
         self._call(key, lambda: obstore.put(self._uploading, check_key(key), data, use_multipart=False))
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
 
-    def get_file(self, key: str, path: Path) -> Transfer:
-        """Write the object to `path`, in concurrent ranges."""
+    def get_file(self, key: str, path: Path, expected: int | None = None) -> Transfer:
+        """Write the object to `path`, in concurrent ranges, unless it has another size than `expected`."""
         size = self.size(key)
+        if expected not in (None, size):
+            return Transfer(size, "")
         with path.open("wb", buffering=0) as target:  # into the page cache: a downloaded file is read next
             return self._read(key, size, lambda data: write_all(target, data))
 

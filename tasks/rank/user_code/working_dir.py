@@ -94,9 +94,9 @@ def unpacked(directory: StoredDirectory, run: Run) -> Iterator[Path]:
     def download(_: str, path: Path) -> None:
         def download_once(storage: Storage) -> None:
             with _full_disk_explained(path):
-                got = storage.get_file(key, path)
+                got = storage.get_file(key, path, directory.bytes)
             if (got.bytes, got.digest) != (directory.bytes, directory.digest) or _sha256_of(path) != directory.sha256:
-                found = f"{got.bytes} bytes with digest {got.digest}"
+                found = f"{got.bytes} bytes of {directory.bytes}, with digest {got.digest}"
                 raise CheckpointCorruptError(
                     f"the archive of working_dir in {storage.url}/{key} is not what was stored: {found}"
                 )

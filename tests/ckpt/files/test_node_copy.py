@@ -215,12 +215,12 @@ def test_a_temporary_directory_that_is_cleaned_meanwhile_damages_no_checkpoint(b
     store = open_run(bucket)
     get_file, cleaned = FsspecStorage.get_file, []
 
-    def clean_first(self, key, path):
+    def clean_first(self, key, *rest):
         if not cleaned:
             cleaned.append(key)
             shutil.rmtree(node)
             node.mkdir()
-        return get_file(self, key, path)
+        return get_file(self, key, *rest)
 
     monkeypatch.setattr(FsspecStorage, "get_file", clean_first)
     assert choose_checkpoint(store, lineage=1, verify="digest", prove=NodeCopy().verify).id == newest.id

@@ -196,7 +196,7 @@ def test_a_machine_unpacks_once_as_long_as_a_rank_is_there(project, spec, monkey
     packed = pack_directory(str(project), spec.url)
     packed.store(Run.open(spec, "run"))
     got, get_file = [], LocalStorage.get_file
-    monkeypatch.setattr(LocalStorage, "get_file", lambda self, key, path: (got.append(key), get_file(self, key, path))[1])
+    monkeypatch.setattr(LocalStorage, "get_file", lambda self, key, *rest: (got.append(key), get_file(self, key, *rest))[1])
     with unpacked(packed.stored, Run.open(spec, "run")) as copy:
         with unpacked(packed.stored, Run.open(spec, "run")) as other:
             assert other == copy

@@ -162,3 +162,20 @@ def test_a_file_that_is_missing_is_damage_while_its_manifest_is_there(source, pl
     with pytest.raises(CheckpointCorruptError, match=rf"{missing} is missing, so .*: prefect-torch verify names"):
         copy_planned(plan, source.storage, target := MemoryStorage(), lambda _: None)
     assert not Run.open(target, "run").exists(plan.checkpoints[0].id)
+
+
+def test_an_object_that_has_grown_is_neither_read_nor_copied(source, plan):
+    grown = source.layout.data(plan.checkpoints[0].id, plan.checkpoints[0].files[0].path)
+    source.storage.put_bytes(grown, bytes(2**20))
+    written = {}
+
+    class Watching(WrappedStorage):
+        def get_file(self, key, path, *rest):
+            got = self.inner.get_file(key, path, *rest)
+            written[key] = path.exists()
+            return got
+
+    with pytest.raises(CheckpointCorruptError, match=rf"{grown} differs from what was committed"):
+        copy_planned(plan, Watching(source.storage), target := MemoryStorage(), lambda _: None)
+    assert not written[grown]
+    assert grown not in objects(target)
