@@ -77,6 +77,11 @@ def headline(text: str | None) -> str:
     return (text or "").strip().partition("\n")[0]
 
 
+def printable(text: str) -> str:
+    """Return `text` as one line without control characters, which a terminal would obey; it may come from others."""
+    return "".join(character if character.isprintable() else " " for character in " ".join(text.split()))
+
+
 def encodable(text: str) -> str:
     """Return `text` with its lone surrogates, such as half an emoji, and NULs escaped: UTF-8 or PostgreSQL cannot hold them."""
     return text.encode(errors="backslashreplace").decode().replace("\0", "\\x00")

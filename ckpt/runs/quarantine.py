@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, attempt_of, is_id
 from prefect_torch.ckpt.runs.records.small_records import left_out_if_newer
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
-from prefect_torch.ckpt.text import as_command, utc_now
+from prefect_torch.ckpt.text import as_command, printable, utc_now
 
 from .verification import verify_uncommitted
 
@@ -121,4 +121,4 @@ class _Note:
 def _reason(run: Run, checkpoint_id: str) -> str:
     key = run.layout.quarantine(checkpoint_id)
     note = left_out_if_newer(lambda: run.records.get(_Note, key, "the note of a quarantine"))
-    return "unknown" if note is None else note.reason
+    return "unknown" if note is None else printable(note.reason)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 from prefect_torch.ckpt.runs.metrics import MetricValue, to_json
+from prefect_torch.ckpt.text import printable
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -101,7 +102,7 @@ def _print_columns(lines: Sequence[Sequence[str]], are_right: Sequence[bool]) ->
 
 def plain(value: object) -> str:
     """Return `value` as one line of text without control characters."""
-    return "".join(character if character.isprintable() else " " for character in " ".join(str(value).split()))
+    return printable(str(value))
 
 
 def show_metric(value: MetricValue) -> str:

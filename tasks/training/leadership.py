@@ -13,6 +13,7 @@ from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.retry import ended_by
 from prefect_torch.ckpt.storage.synced.first_download import download_run, is_synced
+from prefect_torch.ckpt.text import printable
 from prefect_torch.tasks.options.config import RunConfig
 from prefect_torch.tasks.prefect_api.flow_run import is_unknown
 
@@ -184,6 +185,6 @@ def refuse_if_alive(run: Run, previous: Attempt, flow_run_id: str | None) -> Non
             "still runs, then give takeover=True, or choose another name"
         )
     raise RunBusyError(
-        f"{led} by flow run {owner.flow_run_id} (process {owner.pid} on {owner.machine}, attempt {previous.number}, since "
-        f"{previous.claimed_at}); {remedy}"
+        f"{led} by flow run {printable(str(owner.flow_run_id))} (process {owner.pid} on {owner.machine}, "
+        f"attempt {previous.number}, since {previous.claimed_at}); {remedy}"
     )

@@ -20,6 +20,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
 from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.text import printable
 from prefect_torch.tasks.prefect_api.flow_run import has_own_process, quick_client
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -54,7 +55,9 @@ def end_left_task_runs(previous: Attempt, owner: Owner, run: str) -> None:
         with quick_client() as client:
             end_task_runs(client, UUID(left.flow_run_id), f"{leader} was killed, and its ranks with it", is_left)
     except (httpx.HTTPError, PrefectHTTPStatusError, ValueError) as exc:  # the last is for an id that is not of Prefect
-        get_run_logger().warning("task runs that flow run %s has left running could not be ended: %s", left.flow_run_id, exc)
+        get_run_logger().warning(
+            "task runs that flow run %s has left running could not be ended: %s", printable(left.flow_run_id), exc
+        )
 
 
 def end_task_runs(

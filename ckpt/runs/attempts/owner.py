@@ -8,6 +8,7 @@ from typing import Annotated
 
 from prefect_torch.ckpt.runs.records.fields import Count, Within
 from prefect_torch.ckpt.storage.machine.process_ids import is_alive
+from prefect_torch.ckpt.text import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Owner:
 
     @property
     def machine(self) -> str:
-        """The machine's name."""
-        return self.host.partition("/")[0]
+        """The machine's name, for a message."""
+        return printable(self.host.partition("/")[0])
 
     def is_process_gone(self) -> bool | None:
         """Return whether the process is gone; None if its pid is meaningless here: on another machine, in another container."""

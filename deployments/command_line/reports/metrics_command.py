@@ -12,7 +12,7 @@ from prefect_torch.ckpt.runs.metrics import MetricValue, as_float, flatten_metri
 from prefect_torch.deployments.command_line.arguments import json_option, run_argument, storage_argument
 from prefect_torch.deployments.command_line.runs.selection import open_training
 from prefect_torch.deployments.command_line.runs.show_command import summarize_metrics
-from prefect_torch.deployments.command_line.terminal import note, print_json, print_table, show_metric
+from prefect_torch.deployments.command_line.terminal import note, plain, print_json, print_table, show_metric
 
 from .sparkline import sparkline
 
@@ -96,11 +96,16 @@ def _cells(record: MetricRecord, names: Sequence[str]) -> list[str | None]:
 
 def _print_csv(history: Iterable[MetricRecord], names: Sequence[str]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow([*_COLUMNS, *names])
+    writer.writerow(map(_shown, [*_COLUMNS, *names]))
     for record in history:
         values = dict(flatten_metrics(record.metrics))
         about = [record.attempt, record.step, record.reported_at, record.checkpoint, record.is_logged]
-        writer.writerow([*about, *(values.get(name) for name in names)])
+        writer.writerow(map(_shown, [*about, *(values.get(name) for name in names)]))
+
+
+def _shown(cell: object) -> object:
+    """Return a cell as it is for a program, and without control characters for a terminal."""
+    return plain(cell) if isinstance(cell, str) and sys.stdout.isatty() else cell
 
 
 def as_number(value: MetricValue) -> float:

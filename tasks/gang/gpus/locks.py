@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.machine.forks import close_here, close_in_forks
+from prefect_torch.ckpt.text import printable
 
 _SHARED_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()  # noqa: S108 - for all users
 _LOCKS = tuple(dict.fromkeys(Path(it).resolve() for it in (_SHARED_MEMORY, "/var/tmp")))  # noqa: S108 - same
@@ -52,7 +53,8 @@ class GpuLock:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return os.pread(descriptor, _LONGEST_OWNER, 0).decode(errors="replace") or "an unknown process"
+                owner = os.pread(descriptor, _LONGEST_OWNER, 0).decode(errors="replace")  # which any user may write
+                return printable(owner) or "an unknown process"
             except OSError:
                 if descriptor == self.descriptor:
                     raise  # /var/tmp may be on a filesystem without locks

@@ -7,6 +7,7 @@ import time
 import pytest
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, RetentionPolicy
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
+from prefect_torch.ckpt.runs.quarantine import quarantine
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
 from prefect_torch.tasks import CheckpointConfig
 from ranks import Attempt, folder, read_files
@@ -111,6 +112,14 @@ def test_a_manifest_that_is_damaged_itself_stays_where_it_is(store, tmp_path):
     with pytest.raises(CheckpointCorruptError, match=r"stays in quarantine.*the manifest in its quarantine note"):
         store.restore(second.id)
     assert store.records.get_json(store.layout.quarantine(second.id)) is not None
+
+
+def test_a_reason_is_told_without_what_a_terminal_would_obey(store, tmp_path):
+    (damaged,) = fill(store, tmp_path, 1)
+    quarantine(store, damaged.id, "a\x1b[2J\rb")
+    with pytest.raises(CheckpointCorruptError, match=rf"damaged are {damaged.id}: a \[2J b$") as caught:
+        choose_checkpoint(store, lineage=1, verify="digest")
+    assert str(caught.value).isprintable()
 
 
 def test_what_is_not_in_quarantine_is_not_found(store, tmp_path):

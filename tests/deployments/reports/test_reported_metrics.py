@@ -103,6 +103,16 @@ def test_csv_and_json_have_every_report(local, command, as_json, tmp_path):
     assert command("metrics", local, "run", "--csv", "--json")[0] == 2
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_csv_has_texts_as_they_are_but_nothing_that_a_terminal_would_obey(local, command, tmp_path, monkeypatch, is_terminal):
+    store, text = CheckpointStore.open(local, "run"), "a\x1b[2Jb"
+    ranks.Attempt(store).session().report({"text": text, "loss": 0.5}, ranks.folder(tmp_path / "c", model="x"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    _, out, _ = command("metrics", local, "run", "--csv")
+    (row,) = csv.DictReader(io.StringIO(out, newline=""))
+    assert (row["text"], row["loss"]) == ("a [2Jb" if is_terminal else text, "0.5")
+
+
 def test_a_watch_without_a_terminal_prints_what_is_new_and_ends_with_the_training(local, command, tmp_path, monkeypatch):
     store = store_run(local, tmp_path / "scratch", ending=None)
     number = newest_attempt(store).number

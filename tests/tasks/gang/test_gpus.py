@@ -234,6 +234,15 @@ def test_a_long_name_of_a_flow_run_is_cut_where_others_read_it(machine):
     allocated.release()
 
 
+def test_who_uses_a_gpu_is_named_without_what_a_terminal_would_obey(machine):
+    """Every user of the machine may write it."""
+    allocated, other = GpuAllocation(3, None, "a\x1b[2J\rb"), allocation(1)
+    take(allocated)
+    with pytest.raises(GpusBusyError, match=r"GPU 0 by a \[2J b"):
+        take(other)
+    allocated.release()
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_gpu_is_in_use_though_a_file_of_its_lock_was_deleted(machine, place):
     """By systemd, when the user of a service that trains logs out, or by a cleaner of old files."""

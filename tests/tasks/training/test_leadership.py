@@ -82,6 +82,16 @@ def test_between_two_attempts_a_run_is_its_flow_runs(store, lead, monkeypatch, e
         assert lead(replace(HERE, flow_run_id=OTHER)).number == 2
 
 
+def test_who_leads_a_run_is_named_without_what_a_terminal_would_obey(lead, monkeypatch):
+    """A claim is of anybody who can write to the storage."""
+    monkeypatch.setattr(liveness, "has_flow_run_ended", lambda flow_run_id: False)
+    monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
+    lead(replace(HERE, host="a\x1b[2J\rb/boot", flow_run_id="c\x1b[1A"))
+    with pytest.raises(RunBusyError, match=r"flow run c \[1A \(process \d+ on a \[2J b, attempt 1") as caught:
+        lead(replace(HERE, flow_run_id=OTHER))
+    assert str(caught.value).isprintable()
+
+
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):
     assert has_flow_run_ended("x") is None
 
