@@ -643,6 +643,19 @@ def test_a_prune_removes_a_link_to_another_runs_checkpoint_and_keeps_its_files(s
     assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == [second.id]
 
 
+@pytest.mark.parametrize(("name", "target"), [("checkpoints", "../other/checkpoints"), ("unreported", "../other")])
+def test_garbage_collection_deletes_nothing_of_another_run_to_which_a_link_leads(store, tmp_path, name, target):
+    """As in a run's directory that was unpacked from an archive."""
+    other = CheckpointStore.open(tmp_path / "store", "other")
+    Attempt(other).session().report({}, folder(tmp_path / "c", model="x"))
+    for _ in range(2):
+        Attempt(store)
+    (tmp_path / "store/run" / name).symlink_to(target)
+    collect_garbage(store, grace_s=-60)
+    other.verify(other.latest())
+    assert other.keys(other.layout.attempts) != []
+
+
 def test_nothing_newer_than_a_limit_is_pruned(store, tmp_path):
     first, second, _ = fill(store, tmp_path, 1, 2, 3)
     assert prune_as_leader(store, RetentionPolicy(1), up_to="", dry_run=True).drop == ()

@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_some
 
 from .failures import Failures
-from .links import without_targets
+from .links import own_folder, without_targets
 from .marks import STALE_S, marked, remove_stale_marks
 
 GARBAGE_GRACE_S = 3600.0
@@ -212,7 +212,7 @@ def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
 
 def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures: Failures) -> None:
     """Delete the directories of ranks of older attempts without a write since `before_s`: these ranks were killed."""
-    folder = run.storage.local_path(run.layout.all_unreported.removesuffix("/"))
+    folder = own_folder(run, run.layout.all_unreported)
     if folder is None:
         return
     newest_s: dict[str, float] = defaultdict(float)
@@ -235,7 +235,7 @@ def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures:
 
 def _remove_emptied(run: Run, data: Collection[str], before_s: float) -> None:
     """Remove directories of checkpoints that a deletion emptied, but was killed before it could remove them."""
-    folder = run.storage.local_path(run.layout.checkpoints.removesuffix("/"))
+    folder = own_folder(run, run.layout.checkpoints)
     if folder is None:
         return
     for checkpoint_id in set(filter(is_id, run.storage.folders(run.layout.checkpoints))) - set(data):

@@ -1,9 +1,26 @@
-"""Directories of a checkpoint that are links: a deletion removes the link, and never what it leads to."""
+"""Links in a run's directory: a deletion removes a link in a checkpoint, and never what a link leads to."""
 
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 from prefect_torch.ckpt.runs.run import Run
+
+
+def own_folder(run: Run, prefix: str) -> Path | None:
+    """Return the directory at a prefix of the run, from which files may be deleted by their paths.
+
+    None in a bucket, and if a link below the storage's first name leads there: what it holds may be another run's.
+
+    Raises:
+        PermissionError: If a link leads out of the storage.
+
+    """
+    key = prefix.removesuffix("/")
+    folder = run.storage.local_path(key)
+    if folder is None or any(it.is_symlink() for it in [folder, *folder.parents][: key.count("/")]):
+        return None
+    return folder
 
 
 def without_targets(run: Run, data: Collection[str]) -> list[str]:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from prefect_torch.ckpt.runs.deletion.links import own_folder
 from prefect_torch.ckpt.runs.deletion.pruning import delete_checkpoints
 from prefect_torch.ckpt.runs.deletion.reserve import give_up_space
 from prefect_torch.ckpt.runs.index.reading import list_manifests
@@ -30,7 +31,7 @@ def delete_run(run: Run) -> None:
     manifests = [key for key in left if key.startswith(run.layout.manifests)]
     run.storage.delete(manifests)
     run.storage.delete(key for key in left if key not in last)
-    if (unreported := run.storage.local_path(run.layout.all_unreported.removesuffix("/"))) is not None:
+    if (unreported := own_folder(run, run.layout.all_unreported)) is not None:
         shutil.rmtree(unreported, ignore_errors=True)  # of killed ranks; mostly empty directories, which hold no object
     give_up_space(run)  # before the last object, with which the directory goes
     run.storage.delete([run_info])

@@ -219,19 +219,48 @@ class RootFolder:
                 raise root_gone(self.path) from None
             raise
         for number, name in enumerate(names):
-            try:
-                way.enter(name, make=make)
-            except OSError as exc:
-                with way:
-                    path = way.path(name)
-                    if not way.is_link(name):
-                        if exc.filename == name:  # the call knew the last name only
-                            exc.filename = str(path)
-                        raise
-                return self.open([*self._inside(path), *names[number + 1 :]], make=make)
-            if self._device is None:
-                self._device = way.root_device
+            link = self._enter(way, name, make=make)
+            if link is not None:
+                return self.open([*self._inside(link), *names[number + 1 :]], make=make)
         return way
+
+    def open_own(self, names: Sequence[str]) -> Way:
+        """Open the directory that `names` lead to, for a deletion: of the names, only the first one, a run's, may be a link.
+
+        A link below it, as an unpacked archive may hold, can lead to another run.
+
+        Raises:
+            FileNotFoundError: If it does not exist.
+            NotADirectoryError: If it is no directory.
+            PermissionError: If a link leads to it from below the first name, or leads out, with its target.
+
+        """
+        way = self.open(names[:1])
+        for name in names[1:]:
+            link = self._enter(way, name, make=False)
+            if link is not None:
+                with self.open(self._inside(link)):  # else nothing is there to delete
+                    raise PermissionError(
+                        f"{link} is a link to {os.path.realpath(link)}, and no deletion follows a link below a run's "
+                        "directory: remove it"
+                    )
+        return way
+
+    def _enter(self, way: Way, name: str, *, make: bool) -> Path | None:
+        """Enter a directory; for a link in its place, close `way` and return the link's path."""
+        try:
+            way.enter(name, make=make)
+        except OSError as exc:
+            with way:
+                path = way.path(name)
+                if way.is_link(name):
+                    return path
+                if exc.filename == name:  # the call knew the last name only
+                    exc.filename = str(path)
+                raise
+        if self._device is None:
+            self._device = way.root_device
+        return None
 
     def make(self, folder: str) -> Way:
         """Open the directory at a "/"-joined path below the root, and create it if it is missing.

@@ -30,7 +30,8 @@ class LocalStorage:
     (https://lwn.net/Articles/457667/). Works on any filesystem that all ranks mount, NFS among them.
 
     Nothing outside of `root` is read, written or deleted: if a link below it leads out, every verb raises PermissionError
-    with the target; a listing leaves such links out. `root` itself may be a link.
+    with the target; a listing leaves such links out. A link that stays inside is followed, by a deletion only in the place of
+    the first name, a run's. `root` itself may be a link.
     """
 
     def __init__(self, root: Path) -> None:
@@ -169,7 +170,8 @@ class LocalStorage:
         """Remove objects, and the directories that become empty; a link in an object's place is removed, not its target.
 
         Raises:
-            PermissionError: If a directory on the way is a link that leads out; all other objects are removed first.
+            PermissionError: If a directory on the way is a link that leads out, or lies below the first name; all other objects
+                are removed first.
 
         """
         names_in: dict[str, list[str]] = defaultdict(list)
@@ -202,7 +204,7 @@ class LocalStorage:
         refused: PermissionError | None = None
         for folder, names in names_in:
             try:
-                with suppress(FileNotFoundError, NotADirectoryError), self._root.open(folder) as way:
+                with suppress(FileNotFoundError, NotADirectoryError), self._root.open_own(folder) as way:
                     _unlink(way, names)
             except PermissionError as exc:
                 refused = refused or exc

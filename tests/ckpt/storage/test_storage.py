@@ -348,6 +348,25 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.delete(["alias/x", "alias/y"])
         assert list(storage.list("")) == []
 
+    @pytest.mark.parametrize("verb", ["delete", "remove_interrupted"])
+    def test_no_deletion_follows_a_link_below_the_first_name(self, storage, raw_keys, tmp_path, verb):
+        for key in ("other/id/x", "run/x"):
+            storage.put_bytes(key, b"1")
+        (tmp_path / "store/other/id/.tmp-0123456789abcdef").write_bytes(b"half")
+        (tmp_path / "store/run/sub").symlink_to("../other")
+        before = raw_keys()
+        with pytest.raises(PermissionError, match=r"store/run/sub is a link to .*/store/other, and no deletion follows"):
+            VERBS[verb](storage, "run/sub/id/x", tmp_path)
+        assert raw_keys() == before
+        storage.delete(["run/sub"])
+        assert not (tmp_path / "store/run/sub").is_symlink()
+
+    def test_below_a_link_to_nothing_there_is_nothing_to_delete(self, storage, tmp_path):
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "store/run/sub").symlink_to("../other")
+        storage.delete(["run/sub/x"])
+        assert (tmp_path / "store/run/sub").is_symlink()
+
     def test_a_link_to_itself_leads_nowhere(self, storage, tmp_path):
         storage.put_bytes("x", b"1")
         (tmp_path / "store/loop").symlink_to("loop")

@@ -24,6 +24,16 @@ def test_nothing_is_left_of_a_run_in_a_directory(tmp_path):
     assert list((tmp_path / "store").iterdir()) == []
 
 
+def test_the_deletion_of_a_trial_deletes_nothing_of_another_run_to_which_a_link_leads(tmp_path):
+    live = CheckpointStore.open(tmp_path, "live")
+    lent = Attempt(live).session().lent.make()
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/trial-0001-0000000a").symlink_to("../live")
+    with pytest.raises(PermissionError, match="sweep/trial-0001-0000000a is a link to"):
+        delete_run(live.beside("sweep/trial-0001-0000000a"))
+    assert lent.is_dir()
+
+
 def test_a_run_is_found_until_nothing_is_left_of_it(tmp_path):
     def stored(*_):
         storage = MemoryStorage()
