@@ -8,7 +8,7 @@ was merged is damage, since it had been stored.
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -43,6 +43,20 @@ class Part:
     attempt: int
     count: int
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostEntries:
+    """The entries of a journal that are missing or damaged.
+
+    Attributes:
+        count: Their number.
+        first: A sentence on the first one.
+
+    """
+
+    count: int
+    first: str
 
 
 class Journal:
@@ -95,18 +109,30 @@ class Journal:
         return Part(last, self._attempt, count, f"{self._run.layout.journal}{last:09d}-{self._attempt:06d}-{count:06d}.jsonl")
 
 
-def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
+def read_journal(run: Run) -> list[Entry]:
     """Return every entry, in order, even if the leader merges objects meanwhile.
 
     Costs a listing and a read for each object. There is one object per thousand entries or 16 MiB, and up to 64 more per start
     of the sweep.
 
-    Args:
-        run: The sweep.
-        lost: Receives a line on each entry that is missing or damaged, and left out; if None, such an entry is an error.
+    Raises:
+        JournalDamagedError: If an entry is missing or damaged that others follow or that was merged.
+        UnsupportedFormatError: If a newer version wrote an entry.
+
+    """
+    entries, lost = read_known_entries(run)
+    if lost is not None:
+        raise JournalDamagedError(
+            f"{lost.first}; entries after it depend on it: restore the object from a backup, or begin again with "
+            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
+        )
+    return entries
+
+
+def read_known_entries(run: Run) -> tuple[list[Entry], LostEntries | None]:
+    """Return the entries that can be read, in order, and which cannot be; costs as much as `read_journal`.
 
     Raises:
-        JournalDamagedError: If an entry is missing or damaged that others follow or that was merged, unless `lost` is given.
         UnsupportedFormatError: If a newer version wrote an entry.
 
     """
@@ -126,7 +152,7 @@ def read_journal(run: Run, lost: list[str] | None = None) -> list[Entry]:
                 found[number] = (part.attempt, entry)
     entries = _without_overtaken(found)
     count = max([*entries, *_merged_last(known, found)], default=-1) + 1
-    return list(_consecutive(run, count, entries, damaged, lost))
+    return [*entries.values()], _find_lost(run, count, [*entries], damaged)
 
 
 def delete_journal(run: Run) -> None:
@@ -138,7 +164,8 @@ def list_parts(run: Run) -> list[Part]:
     """Return the objects of the journal in their order."""
     found: set[Part] = set()
     for key in run.keys(run.layout.journal):
-        if (name := _NAME.fullmatch(key.rpartition("/")[2])) is None:
+        name = _NAME.fullmatch(key.rpartition("/")[2])
+        if name is None or int(name["count"]) > int(name["last"]) + 1:
             _logger.warning("left out: %s/%s is no part of a sweep's journal", run.storage.url, key)
         else:
             found.add(Part(int(name["last"]), int(name["attempt"]), int(name["count"]), key))
@@ -204,18 +231,11 @@ def _merged_last(parts: Iterable[Part], found: dict[int, tuple[int, Entry]]) -> 
             yield min([part.last, *(began - 1 for newer, began in first.items() if newer > part.attempt)])
 
 
-def _consecutive(
-    run: Run, count: int, entries: dict[int, Entry], damaged: dict[int, str], lost: list[str] | None
-) -> Iterator[Entry]:
-    for number in range(count):
-        if number in entries:
-            yield entries[number]
-            continue
-        reason = damaged.get(number, "it is missing")
-        line = f"entry {number} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}"
-        if lost is None:
-            raise JournalDamagedError(
-                f"{line}; entries after it depend on it: restore the object from a backup, or begin again with "
-                "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
-            )
-        lost.append(line)
+def _find_lost(run: Run, count: int, numbers: Sequence[int], damaged: Mapping[int, str]) -> LostEntries | None:
+    """Return which of the first `count` entries are not among the sorted `numbers`; a name may claim a billion of them."""
+    if len(numbers) == count:
+        return None
+    first = next((number for number, known in enumerate(numbers) if known != number), len(numbers))
+    reason = damaged.get(first, "it is missing")
+    line = f"entry {first} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}"
+    return LostEntries(count - len(numbers), line)

@@ -10,7 +10,7 @@ from prefect_torch.ckpt.runs.run import Run
 
 from .events import Event, SweepLed, TrialReported, TrialStarted, decode_event
 from .history import TrialRecord, history_of
-from .journal import Entry, JournalDamagedError, read_journal
+from .journal import Entry, JournalDamagedError, read_journal, read_known_entries
 
 
 def read_events(run: Run) -> list[Event]:
@@ -66,11 +66,11 @@ def read_known_trials(run: Run) -> tuple[dict[int, TrialRecord], str | None]:
 
     A trial whose start is lost is left out; one whose end is lost keeps its state before the end.
     """
-    lost: list[str] = []
-    trials = history_of(_with_their_start(events_of(run, read_journal(run, lost))))
-    return trials, None if not lost else (
-        f"{len(lost)} of the journal's entries cannot be read, so trials may be missing, or be as they were before; the first: "
-        f"{lost[0]}"
+    entries, lost = read_known_entries(run)
+    trials = history_of(_with_their_start(events_of(run, entries)))
+    return trials, None if lost is None else (
+        f"{lost.count} of the journal's entries cannot be read, so trials may be missing, or be as they were before; the "
+        f"first: {lost.first}"
     )
 
 

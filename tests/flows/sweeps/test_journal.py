@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import pytest
 from crash_points import crash_points
@@ -16,7 +17,14 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows.sweeps.journal import journal as journals
-from prefect_torch.flows.sweeps.journal.journal import Journal, JournalDamagedError, list_parts, read_journal
+from prefect_torch.flows.sweeps.journal.journal import (
+    Journal,
+    JournalDamagedError,
+    LostEntries,
+    list_parts,
+    read_journal,
+    read_known_entries,
+)
 from prefect_torch.flows.sweeps.journal.stored_trials import read_known_trials, read_trials
 from stored_sweeps import store_sweep
 from wrapped_storage import WrappedStorage
@@ -149,9 +157,34 @@ def test_a_missing_entry_is_an_error_and_no_shorter_journal():
     run.storage.delete([list_parts(run)[1].key])
     with pytest.raises(JournalDamagedError, match="entry 1 of the journal of sweep 'sweep'"):
         read_journal(run)
-    lost = []
-    assert [entry.get("n") for entry in read_journal(run, lost)] == [None, 1, 2]
-    assert lost == [f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is missing"]
+    entries, lost = read_known_entries(run)
+    assert [entry.get("n") for entry in entries] == [None, 1, 2]
+    assert lost == LostEntries(1, f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is missing")
+
+
+@pytest.mark.parametrize("name", ["999999999-000001-000002", "999999999-000001-999999"])
+def test_the_name_of_an_object_costs_no_memory(name):
+    run = sweep_in(MemoryStorage())
+    lead(run).append({"n": 0})
+    run.storage.put_bytes(f"{run.layout.journal}{name}.jsonl", b"")
+    tracemalloc.start()
+    try:
+        entries, lost = read_known_entries(run)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**20
+    assert [entry.get("n") for entry in entries] == [None, 0]
+    assert lost is not None
+    assert (lost.count, lost.first.partition(" of ")[0]) == (10**9 - 2, "entry 2")
+
+
+def test_an_object_that_would_begin_before_the_first_entry_is_none_of_the_journal(caplog):
+    run = sweep_in(MemoryStorage())
+    lead(run).append({"n": 0})
+    run.storage.put_bytes(f"{run.layout.journal}000000001-000001-000003.jsonl", b"")
+    assert numbers(run) == [0]
+    assert "000000001-000001-000003.jsonl is no part of a sweep's journal" in caplog.text
 
 
 @pytest.mark.parametrize("kept", [0, 20, -1])
