@@ -254,10 +254,7 @@ class StateIndex:
             _check_apart(name, tensor)
         for name, value in self.values.items():
             _check_inside(name, value.file, value.start, value.bytes, file_bytes)
-            if not value.bytes:
-                raise ValueError(f"{name!r} has no bytes")
-            if value.tensor is not None:
-                _check_shape(name, *value.tensor)
+            _check_value(name, value)
 
     def _check_names(self) -> None:
         if twice := self.tensors.keys() & self.values.keys():
@@ -287,6 +284,16 @@ def _check_shape(name: str, dtype: str, shape: Sequence[int]) -> None:
     """Raise for a shape whose size torch cannot represent; of an empty tensor, torch multiplies the other dimensions."""
     if math.prod(max(size, 1) for size in shape) * DTYPE_BYTES[dtype] >= 2**63:
         raise ValueError(f"{name!r} has the shape {reprlib.repr(list(shape))}, which no tensor has")
+
+
+def _check_value(name: str, value: ValueEntry) -> None:
+    if not value.bytes:
+        raise ValueError(f"{name!r} has no bytes")
+    if value.tensor is not None:
+        dtype, shape = value.tensor
+        _check_shape(name, dtype, shape)
+        if math.prod(shape) * DTYPE_BYTES[dtype] > value.bytes:  # it would repeat elements, to any size
+            raise ValueError(f"{name!r} is {dtype} {reprlib.repr(list(shape))}, which {value.bytes} bytes do not hold")
 
 
 def _check_inside(name: str, file: str, start: int, size: int, file_bytes: Mapping[str, int]) -> None:

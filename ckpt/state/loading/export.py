@@ -51,7 +51,7 @@ def export_tensors(reader: StateReader, key: str, path: Path) -> None:
                     block
                     for it, stored in exports.items()
                     for block in (
-                        [_value_block(it.name, stored, descriptor, starts[it.name], reader.where)]
+                        [_value_block(path_name(stored.path), stored, descriptor, starts[it.name], reader.where)]
                         if isinstance(stored, ValueEntry)
                         else _blocks(stored, index.block_bytes, descriptor, starts[it.name])
                     )

@@ -157,16 +157,30 @@ def stored_value(name: str, entry: ValueEntry, data: bytes, where: str) -> Any:
 
     Raises:
         StateMismatchError: If torch.load(weights_only=True) does not read it in this process.
+        CheckpointCorruptError: If it is not the tensor that its entry describes, by which the place for it is chosen.
 
     """
     try:
-        return read_value(data)
+        value = read_value(data)
     except Exception as exc:  # noqa: BLE001 - torch.load may raise any error
         raise StateMismatchError(
             f"{name!r} in {where}/{entry.file} is a value that torch.load(weights_only=True) does not read in this process "
             f"({why_unreadable(exc)}): if the checkpoint is your own, allow the same types as the process that reported it, by "
             "torch.serialization.add_safe_globals, or leave it out of the state to load into"
         ) from None  # torch's message advises to read it unsafely
+    if entry.tensor is not None and _form(value) != entry.tensor:
+        dtype, shape = entry.tensor
+        raise CheckpointCorruptError(
+            f"{name!r} in {where}/{entry.file} is not the tensor that the index describes, {dtype} {list(shape)}"
+        )
+    return value
+
+
+def _form(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Return the dtype and shape of a tensor with memory of this host; None for all else."""
+    if not isinstance(value, torch.Tensor) or not value.is_cpu or value.layout is not torch.strided:
+        return None
+    return str(value.dtype).removeprefix("torch."), tuple(value.shape)
 
 
 class _Slots:

@@ -1,6 +1,9 @@
 """One safetensors file of a state that many ranks stored, read back by the safetensors library."""
 
+import io
+import json
 import multiprocessing
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +14,7 @@ from faulty_storage import FaultyStorage
 from forked_programs import run_program
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RankLocal
 from prefect_torch.ckpt.runs.layout import Layout
-from prefect_torch.ckpt.state.index import Chunk
+from prefect_torch.ckpt.state.index import INDEX_FILE, Chunk
 from prefect_torch.ckpt.state.loading import export
 from prefect_torch.ckpt.state.loading.export import Runs
 from prefect_torch.ckpt.state.loading.safetensors import DTYPES
@@ -19,6 +22,7 @@ from ranks import Attempt, folder
 from safetensors import safe_open
 from safetensors.torch import load_file
 from states import check_equal, make_training
+from xxhash import xxh3_128_hexdigest
 
 
 def reported(store, state, ranks=1):
@@ -121,6 +125,42 @@ def test_a_changed_byte_leaves_the_file_that_was_there(store, tmp_path):
         checkpoint.to_safetensors(path)
     assert path.read_bytes() == before
     assert sorted(it.name for it in tmp_path.iterdir()) == ["model", "store"]
+
+
+def with_value(directory, name, value):
+    """Store another value in the place of one, as only a foreign program does."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    index = json.loads((directory / INDEX_FILE).read_text())
+    entry = index["values"][name]
+    file = directory / entry["file"]
+    entry |= {"start": file.stat().st_size, "bytes": len(data.getvalue()), "digest": xxh3_128_hexdigest(data.getvalue())}
+    file.write_bytes(file.read_bytes() + data.getvalue())
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+    return Checkpoint.from_directory(directory)
+
+
+OTHERS = {
+    "longer": torch.ones(9),
+    "of another dtype": torch.ones(1, dtype=torch.int32),
+    "without memory": torch.ones(1, device="meta"),
+    "sparse": torch.ones(1).to_sparse(),
+    "no tensor": 1,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_small_tensor_that_is_not_what_the_index_describes_is_refused_before_anything_changes(store, tmp_path, other):
+    state = {"model": {"a": torch.zeros(1), "b": torch.ones(1), "large": torch.ones(50_000)}}
+    stored = reported(store, lambda rank: state)
+    shutil.copytree(stored.path, tmp_path / "copy")
+    checkpoint = with_value(tmp_path / "copy", "model.a", other)
+    target = {"model": {name: torch.full_like(tensor, 5) for name, tensor in state["model"].items()}}
+    for use in (lambda: checkpoint.to_safetensors(tmp_path / "file"), lambda: checkpoint.load_state(target)):
+        with pytest.raises(CheckpointCorruptError, match=r"'model.a' in .*/copy/__0_1.distcp is not .*, float32 \[1\]"):
+            use()
+    assert not (tmp_path / "file").exists()
+    assert all((tensor == 5).all() for tensor in target["model"].values())
 
 
 def _write_for_ever(checkpoint, path, begun):

@@ -98,6 +98,7 @@ BAD = {
         "tensors", "w", {**BODY["tensors"]["w"], "shape": [0, 2**62, 2**62], "chunks": []}
     ),
     "a small tensor that cannot be": changed("values", "v", "tensor", ["int64", [0, 2**62, 2**62]]),
+    "a small tensor that is larger than its bytes": changed("values", "v", "tensor", ["int64", [13]]),
     "blocks that cut an element": changed("block_bytes", 42),
     "an array that is a text": {**BODY, "arrays": {"v": "array"}},
     "an array that is not there": {**BODY, "arrays": {"x": "array"}},
