@@ -22,6 +22,7 @@ _WHAT = "the index of a state"
 _WHAT_OF_RANK = "a rank's part of the index of a state"
 _OWN = re.compile(r"@rank(?P<rank>[0-9]+)$")
 _MOST_STEPS = 500  # of a path; a state that is nested deeper exhausts Python's stack before it is stored
+_MOST_BLOCK_BYTES = 64 * 2**20  # sixteen times what is written: several blocks are in memory at a time
 _RANK_FILE = re.compile(r"__[0-9]+_[01]\.distcp")
 DTYPE_BYTES = {
     **dict.fromkeys(("float64", "int64", "complex64", "uint64"), 8),
@@ -238,6 +239,8 @@ class StateIndex:
     def _check(self, file_bytes: Mapping[str, int]) -> None:
         if not self.world_size or not self.block_bytes:
             raise ValueError("a world_size or block_bytes of 0")
+        if self.block_bytes > _MOST_BLOCK_BYTES:
+            raise ValueError(f"blocks of {self.block_bytes} bytes, and {_MOST_BLOCK_BYTES} are the most")
         self._check_names()
         for name, tensor in self.tensors.items():
             _check_shape(name, tensor.dtype, tensor.shape)

@@ -22,7 +22,7 @@ from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import refuse_part
 
 from .load_plan import LoadPlan, Redistribute
-from .read import StateReader
+from .read import SPAN_BYTES, StateReader
 from .restore import plan_restore
 from .shared_reads import SharedReads
 
@@ -139,8 +139,8 @@ def read_index(reader: StateReader) -> StateIndex:
     key = f"{reader.folder}{INDEX_FILE}"
 
     def get(storage: Storage) -> bytes:
-        if storage.local_path(key) is not None and (size := storage.size(key)) != known.bytes:
-            raise CheckpointCorruptError(f"{where} has {size} bytes instead of {known.bytes}")
+        if known.bytes > SPAN_BYTES or storage.local_path(key) is not None:
+            reader.check_size(INDEX_FILE, storage)
         if not known.digest:  # a plain directory may hold anything
             return storage.get_bytes(key)
         data = memoryview(bytearray(known.bytes))  # unlike a record, it may be large: an entry for each tensor and each rank

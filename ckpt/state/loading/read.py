@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -22,9 +22,10 @@ from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import refuse_part
 
-_SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
+SPAN_BYTES = 4 * 2**20  # the most that one request reads of small blocks
 _GAP_BYTES = 64 * 2**10  # a gap of up to this size is read as well, which is cheaper than another request
 _NUM_SLOTS = 8  # as many reads are under way at a time
+T = TypeVar("T")
 Take = Callable[[memoryview], None]
 Into = Callable[[], memoryview]
 
@@ -99,8 +100,25 @@ class StateReader:
         self.read([block(number, value) for number, value in enumerate(values)])
         return found
 
+    def check_size(self, file: str, storage: Storage) -> None:
+        """Raise unless a file has its committed size: before much memory is made for it, whose size the manifest alone tells.
+
+        Raises:
+            CheckpointCorruptError: If it has another size.
+            FileNotFoundError: If it is missing.
+
+        """
+        key, expected = f"{self.folder}{file}", self.files[file].bytes
+        size = storage.size(key)
+        refuse_part(storage, key, size, expected)
+        if size != expected:
+            raise CheckpointCorruptError(f"{self.where}/{file} has {size} bytes instead of {expected}")
+
     def _read_span(self, slots: "_Slots", span: Sequence[Block]) -> None:
         first = span[0]
+        if _size(span) > SPAN_BYTES and not _is_in_place(span):
+            check = partial(self.check_size, first.file)
+            confirm_damage(self.storage, lambda storage: self._retried(first.file, storage, check))
         with slots.memory_for(span) as data:
             confirm_damage(self.storage, lambda storage: self._read_verified(span, data, storage))
             for block in span:  # only once all are verified: a second read must not repeat delivered blocks
@@ -125,12 +143,15 @@ class StateReader:
             refuse_part(storage, key, count + size - len(data), size)
             return count
 
-        try:
-            count = with_retries(storage, "reading", key, read)
-        except FileNotFoundError as exc:
-            raise CheckpointCorruptError(f"{self.where}/{first.file} is missing") from exc
+        count = self._retried(first.file, storage, read)
         if count != len(data):
             raise CheckpointCorruptError(f"{self.where}/{first.file} ends {len(data) - count} bytes early")
+
+    def _retried(self, file: str, storage: Storage, call: Callable[[Storage], T]) -> T:
+        try:
+            return with_retries(storage, "reading", f"{self.folder}{file}", call)
+        except FileNotFoundError as exc:
+            raise CheckpointCorruptError(f"{self.where}/{file} is missing") from exc
 
     def _verify(self, block: Block, data: memoryview) -> None:
         digest = xxhash.xxh3_128_hexdigest(data)
@@ -189,7 +210,7 @@ class _Slots:
     def __init__(self, spans: Sequence[Sequence[Block]]) -> None:
         self.devices = {block.device for span in spans for block in span if block.device is not None}
         sizes = [_size(span) for span in spans if not _is_in_place(span)]
-        self._bytes = max((size for size in sizes if size <= _SPAN_BYTES), default=0)
+        self._bytes = max((size for size in sizes if size <= SPAN_BYTES), default=0)
         slots = HostMemory(self._bytes * min(_NUM_SLOTS, len(sizes)))
         for device in self.devices:
             slots.register(device)
@@ -231,7 +252,7 @@ def _spans(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         if span:
             end = max(known.start + known.bytes for known in span[-1:])
             near = block.file == span[0].file and block.start - end <= _GAP_BYTES
-            if not near or block.start + block.bytes - span[0].start > _SPAN_BYTES:
+            if not near or block.start + block.bytes - span[0].start > SPAN_BYTES:
                 yield span
                 span = []
         span.append(block)

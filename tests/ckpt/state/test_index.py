@@ -64,6 +64,7 @@ BAD = {
     "no ranks": changed("world_size", 0),
     "no blocks": changed("block_bytes", 0),
     "a negative size": changed("block_bytes", -1),
+    "blocks of any size": changed("block_bytes", 2**40),
     "a number that is none": changed("world_size", True),
     "a file that is not there": changed(*FIRST, "file", "__9_0.distcp"),
     "a file elsewhere": changed(*FIRST, "file", "../../secret"),

@@ -1,16 +1,23 @@
 """What a state asks of the storage: how often, and what follows when it fails or lies."""
 
+import json
+import re
+import tracemalloc
+from dataclasses import replace
+
 import pytest
 import torch
 from crash_points import open_run
 from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointCorruptError, StorageError
 from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.state.index import INDEX_FILE
 from prefect_torch.ckpt.storage.fsspec_files import backend
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files import storage as local
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from ranks import Attempt
+from xxhash import xxh3_128_hexdigest
 
 
 def state_of(score, rank=0):
@@ -81,6 +88,36 @@ def test_an_index_that_is_larger_than_a_record_is_loaded(tmp_path, monkeypatch, 
     state = {"7": torch.zeros(20_000)}
     store.checkpoint(newest).load_state(state)
     assert torch.equal(state["7"], torch.ones(20_000))
+
+
+def with_claims(store, claims):
+    """Return a manifest of the newest checkpoint with other sizes of files; the value "score" fills the one that has it."""
+    newest = store.latest()
+    index = json.loads(store.storage.get_bytes(store.layout.data(newest.id, INDEX_FILE)))
+    value = index["values"]["score"]
+    value |= {"start": 0, "bytes": claims.get(value["file"], value["bytes"])}
+    data = json.dumps(index).encode()
+    store.storage.put_bytes(store.layout.data(newest.id, INDEX_FILE), data)
+    files = [replace(it, bytes=claims.get(it.path, it.bytes)) for it in newest.files if it.path != INDEX_FILE]
+    of_index = next(it for it in newest.files if it.path == INDEX_FILE)
+    size = claims.get(INDEX_FILE, len(data))
+    return replace(newest, files=(*files, replace(of_index, bytes=size, digest=xxh3_128_hexdigest(data))))
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+@pytest.mark.parametrize("file", [INDEX_FILE, "__0_1.distcp"])
+def test_a_file_that_is_smaller_than_committed_costs_no_memory(tmp_path, is_remote, file):
+    storage = FsspecStorage(f"memory://{tmp_path}", {}) if is_remote else LocalStorage(tmp_path)
+    store = open_run(storage)
+    report(store, 1)
+    checkpoint = store.checkpoint(with_claims(store, {file: 2**27}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointCorruptError, match=rf"{re.escape(file)} has \d+ bytes instead of {2**27}"):
+            checkpoint.load_state({"score": 0})
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_ends_early_or_differs_is_corrupt_however_it_is_read(tmp_path):
