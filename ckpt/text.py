@@ -10,6 +10,7 @@ from typing import Any
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 _SHOWN = 5
 _LOGIN = re.compile(r"//(?:[^/\s]*@|[^/:@\[\s]*:(?!\d+\b)[^@\s]*@)")  # one with a colon and no port may hold a slash
+_QUERY = re.compile(r"\?[^\s<>]+")
 
 
 def show_bytes(number: int) -> str:
@@ -90,6 +91,11 @@ def encodable(text: str) -> str:
 def without_login(text: str) -> str:
     """Return a text without the users and passwords in its URLs."""
     return _LOGIN.sub("//", text)
+
+
+def without_secrets(text: str) -> str:
+    """Return a library's text without the logins and the queries of its URLs: a query may be signed, or hold a token."""
+    return _QUERY.sub("", without_login(text))
 
 
 def utc_now() -> str:

@@ -21,6 +21,7 @@ from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, di
 from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
+from prefect_torch.ckpt.text import without_secrets
 
 from .connections import Connections, FileSystem, with_limited_waits
 from .folders import find_files, make_folder, remove_empty, rmdir_spares_files
@@ -281,7 +282,10 @@ class FsspecStorage:
 
     @contextmanager
     def _connected(self, key: str) -> Iterator[FileSystem]:
-        """Yield a connection, and translate a filesystem's errors into those of the Storage protocol."""
+        """Yield a connection, and translate a filesystem's errors into those of the Storage protocol.
+
+        Those that quote a filesystem's text have no cause: a traceback would show the token in the URL of a request (WebHDFS).
+        """
         where = f"{self._url}/{key}"
         try:
             with self._connections.lent() as fs:
@@ -290,7 +294,7 @@ class FsspecStorage:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as exc:  # a directory is no object
             raise FileNotFoundError(f"{where} does not exist") from exc
         except PermissionError as exc:
-            raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({exc})") from exc
+            raise _refused(where, without_secrets(str(exc))) from None
         except (ValueError, TypeError, NotImplementedError, CheckpointError):
             raise
         except ImportError as exc:
@@ -299,16 +303,20 @@ class FsspecStorage:
             if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
                 raise
             # A protocol library's own exceptions, and errors without a number: usually a lost connection.
-            text = f"{type(exc).__name__}: {exc}"
+            text = without_secrets(f"{type(exc).__name__}: {exc}")
             # The status of WebDAV's HTTPError, and of HTTP clients' own errors.
             status = getattr(getattr(exc, "response", exc), "status_code", None)
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
-                raise full_storage(text, where) from exc
+                raise full_storage(text, where) from None
             if _LOGIN_REFUSED.match(text) or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                raise PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})") from exc
+                raise _refused(where, text) from None
             if text == _SFTP_FAILURE:
                 text += " (SFTP servers give no other reason on a full or read-only disk)"
-            raise StorageError(f"{where}: {text}") from exc
+            raise StorageError(f"{where}: {text}") from None
+
+
+def _refused(where: str, text: str) -> PermissionError:
+    return PermissionError(f"access to {where} is refused: check the credentials and their rights ({text})")
 
 
 def _remove(fs: FileSystem, path: str) -> None:

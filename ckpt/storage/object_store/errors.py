@@ -18,7 +18,7 @@ from prefect_torch.ckpt.storage.server_codes import (
     REQUEST_REFUSED_STATUSES,
     SKEWED,
 )
-from prefect_torch.ckpt.text import show_age, without_login
+from prefect_torch.ckpt.text import show_age, without_login, without_secrets
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
@@ -224,7 +224,7 @@ def first_reason(error: Exception) -> str:
     For a request that was not sent, the reason, such as "Connection refused", replaces the response.
     """
     text = without_login(str(error).strip())
-    line = re.sub(r"\?\S*", "", text.partition("\n")[0].partition("<")[0])
+    line = without_secrets(text.partition("\n")[0].partition("<")[0])
     line = _LONG_NAME.sub(r"\1…", line)[:500].rstrip(": ")
     answer = {found["name"]: found["text"] for found in reversed(list(_ANSWER.finditer(text)))}
     unsent = _UNSENT.search(text) or _INVALID.search(text)

@@ -3,9 +3,11 @@
 import contextlib
 import ftplib
 import os
+import pickle
 import socket
 import threading
 import time
+import traceback
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -36,7 +38,7 @@ from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
 from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
 from ranks import Attempt, folder
-from servers import S3Server
+from servers import S3Server, ScriptedServer
 from tcp_relay import TcpRelay
 
 NOTHING = Response(404, b"default backend - 404", {"Content-Type": "text/plain"})
@@ -718,6 +720,34 @@ def test_an_interrupted_put_by_ftp_is_removed_once_it_is_old(password_server, tm
 )
 def test_each_filesystem_has_its_own_word_for_the_time_of_a_file(info, expected):
     assert fsspec_backend._modified_s(info) == expected
+
+
+@pytest.fixture
+def refusing():
+    """The address of a port that refuses every connection."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+def shown(error):
+    """Return an error as a log shows it, and as it is pickled."""
+    return "".join(traceback.format_exception(error)) + repr(pickle.dumps(error))
+
+
+def test_the_token_in_a_filesystems_requests_is_in_no_error(refusing, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    secrets = {"token": "SECRET"}
+    with pytest.raises(StorageError, match=r"run/x: ConnectionError: .*/webhdfs/v1/x/run/x \(Caused by") as caught:
+        FsspecStorage(f"webhdfs://{refusing}/x", secrets).get_bytes("run/x")
+    assert "SECRET" not in shown(caught.value)
+    for status, expected in ((403, PermissionError), (503, StorageError)):
+        with ScriptedServer.answering(status, "no JSON") as server:
+            place = server.endpoint.removeprefix("http://")
+            with pytest.raises(expected, match=f"HTTPError: {status} ") as caught:
+                FsspecStorage(f"webhdfs://{place}/x", secrets).get_bytes("run/x")
+        assert any("delegation=SECRET" in request for request in server.requests)
+        assert "SECRET" not in shown(caught.value)
 
 
 @pytest.mark.parametrize("password_server", ["ftp"], indirect=True)
