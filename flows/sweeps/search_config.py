@@ -79,6 +79,7 @@ class SearchConfig(FormModel):
     num_trials: int | None = Field(
         default=None,
         ge=1,
+        le=10**9,  # their names have up to nine digits
         title="Trials",
         description="How many trials there are. When empty, 10, or as many as the first configs if these are more, or every "
         "combination of a grid; more trials repeat these.",

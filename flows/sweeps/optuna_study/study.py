@@ -6,9 +6,9 @@ and on the study, and on nothing that a killed process would lose.
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import optuna
 
 ObservedState: TypeAlias = Literal["complete", "pruned", "failed"]
+_Tried: TypeAlias = tuple[Parameters | None, Parameters]  # of a trial: what was enqueued, which may be a part, and all
 NAME = "sweep"
 _STOPPED_BY = "stopped_by"  # an attribute of the study, and so in the journal: the sampler
 _SEED_BYTES = 4
@@ -77,7 +78,7 @@ def check_search(search: SearchConfig, space: Nested) -> None:
 
 
 def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
-    """Return the points to try first: the initial ones, and with a grid every combination, repeated for all trials."""
+    """Return the points to try first: the initial ones, and with a grid every combination."""
     points = _initial_points(search, space)
     if check_sampler(search, space) != "grid":
         return points
@@ -85,8 +86,7 @@ def grid_points(search: SearchConfig, space: Nested) -> list[Parameters]:
     chosen: list[Parameters] = []
     for point in points:  # a partial point becomes the first combination that contains it
         chosen.append(next((it for it in combinations if point.items() <= it.items() and it not in chosen), point))
-    whole = chosen + [it for it in combinations if it not in chosen]
-    return whole + list(islice(cycle(combinations), max(0, (search.num_trials or 0) - len(whole))))
+    return chosen + [it for it in combinations if it not in chosen]
 
 
 def _initial_points(search: SearchConfig, space: Nested) -> list[Parameters]:
@@ -108,7 +108,7 @@ class Study:
         search: The configuration of the search.
         space: The space.
         seed: The seed.
-        points: The parameters of the first trials.
+        points: The parameters of the first trials; with a grid, its combinations are repeated after them.
 
     """
 
@@ -124,18 +124,15 @@ class Study:
         self._make_sampler = sampler_of(self._sampler)
         self._log = operation_log(operations)
         self._taken = len(self._log.operations)
-        self._untried = list(points)
+        tried: list[_Tried] = []
         logging.getLogger("optuna.storages.journal").setLevel(logging.WARNING)  # it logs each study that it creates
         self._storage = study_storage(self._log)
         if self._log.operations:
             self._study = optuna.load_study(storage=self._storage, study_name=NAME, sampler=self._make_sampler(seed))
             study_id = self._storage.get_study_id_from_name(NAME)
             # Also those that samplers do not see: `self._study` has the newest observation of each trial.
-            for trial in optuna.storages.JournalStorage.get_all_trials(self._storage, study_id, deepcopy=False):
-                given = trial.system_attrs.get("fixed_params")  # what was enqueued, which may be a part of its parameters
-                tried = next((it for it in (given, trial.params) if it in self._untried), None)
-                if CONTINUES not in trial.user_attrs and tried is not None:
-                    self._untried.remove(tried)
+            trials = optuna.storages.JournalStorage.get_all_trials(self._storage, study_id, deepcopy=False)
+            tried = [(it.system_attrs.get("fixed_params"), it.params) for it in trials if CONTINUES not in it.user_attrs]
         else:
             self._study = optuna.create_study(
                 storage=self._storage,
@@ -143,6 +140,8 @@ class Study:
                 directions=["minimize" if mode == "min" else "maximize" for mode in search.modes],
                 sampler=self._make_sampler(seed),
             )
+        repeats = islice(cycle(space.points("")), max(0, (search.num_trials or 0) - len(points)))
+        self._untried = _without(tried, chain(points, repeats if self._sampler == "grid" else ()))
         # With this, samplers "exit from the current optimization loop"; outside of one, Optuna's own method raises.
         self._study.stop = self._stop  # type: ignore[method-assign]  # of this study alone
 
@@ -171,8 +170,8 @@ class Study:
         """
         self._storage.compared = compared
         self._study.sampler = self._make_sampler(seed_of_trial(self._seed, number))
-        if self._untried:
-            self._study.enqueue_trial(self._untried.pop(0))
+        if (point := next(self._untried, None)) is not None:
+            self._study.enqueue_trial(point)
         trial = self._study.ask()
         trial.set_user_attr("trial", number)
         chosen = self._space.suggest("", _TrialDraw(trial))
@@ -201,6 +200,16 @@ class Study:
                 user_attrs={**frozen.user_attrs, CONTINUES: study_number},
             )
             self._study.add_trial(again)
+
+
+def _without(tried: list[_Tried], points: Iterable[Parameters]) -> Iterator[Parameters]:
+    """Yield the points but those that earlier trials had, one by one: a grid may be repeated for a billion trials."""
+    for point in points:
+        known = next((it for it in tried if point in it), None)
+        if known is None:
+            yield point
+        else:
+            tried.remove(known)
 
 
 class _TrialDraw:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import ClassVar, TypeAlias
 
 from prefect_torch.flows.sweeps.journal.history import History, RungReport, TrialRecord
@@ -66,6 +67,12 @@ class Asha:
             place -= count
         raise AssertionError(place)
 
+    def sizes(self, num_trials: int) -> list[int]:
+        """Return how many of the first `num_trials` trials each bracket gets; a search may have a billion of them."""
+        total = sum(self.brackets)
+        below = [_num_below(bound, num_trials, _stride(total), total) for bound in accumulate(self.brackets, initial=0)]
+        return [high - low for low, high in pairwise(below)]
+
     def decide(self, history: History, number: int) -> Decision:
         """Return the decision: the trial completes at the last rung, continues if it is promoted now, and else pauses."""
         trial = history[number]
@@ -107,7 +114,7 @@ class Asha:
 
         This holds while none of the better trials fails, and the number of trials does not change.
         """
-        sizes = Counter(map(self.bracket_of, range(max(self.population, len(history)))))
+        sizes = self.sizes(max(self.population, len(history)))
         lost = set()
         for bracket, (rungs, members) in enumerate(self._by_bracket(history)):
             for rung in range(len(rungs) - 1):
@@ -203,6 +210,22 @@ def _stride(total: int) -> int:
     A Kronecker sequence of the golden ratio, as integers (D. Knuth, The Art of Computer Programming 3, section 6.4, theorem S).
     """
     return next(it for it in range(round(total * (math.sqrt(5) - 1) / 2), total + 1) if math.gcd(it, total) == 1)
+
+
+def _num_below(bound: int, count: int, step: int, total: int) -> int:
+    """Return how many of the first `count` multiples of `step` have a remainder below `bound` when divided by `total`."""
+    return count + _floor_sum(count, step, 0, total) - _floor_sum(count, step, total - bound, total)
+
+
+def _floor_sum(count: int, step: int, first: int, divisor: int) -> int:
+    """Return the sum of (first + step * n) // divisor for n from 0 to count - 1, in as many steps as Euclid's algorithm.
+
+    R. Graham, D. Knuth, O. Patashnik, Concrete Mathematics, section 3.5: the points below a line are counted by rows instead of
+    columns, which exchanges the step and the divisor.
+    """
+    whole = count * (count - 1) // 2 * (step // divisor) + count * (first // divisor)
+    rows, rest = divmod(step % divisor * count + first % divisor, divisor)
+    return whole + (_floor_sum(rows, divisor, rest, step % divisor) if rows else 0)
 
 
 def hyperband(grace_period: float, reduction_factor: float, max_t: float, population: int) -> Asha:

@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import math
 import re
+import tracemalloc
 from random import Random
 
 import numpy as np
@@ -29,7 +30,7 @@ from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.optuna_study.comparison import compared_values
 from prefect_torch.flows.sweeps.optuna_study.pruning import OptunaPruning
 from prefect_torch.flows.sweeps.optuna_study.samplers import check_sampler
-from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search
+from prefect_torch.flows.sweeps.optuna_study.study import Observation, Study, check_search, grid_points
 from prefect_torch.flows.sweeps.schedulers.scheduling import RunToTheEnd
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.trial_end import TrialEnd
@@ -151,6 +152,18 @@ def test_more_trials_than_a_grid_has_combinations_repeat_these_in_turn_after_a_k
     config, space, entries = configured(num_trials=8, sampler=None, initial_points=[{"a": 3}]), {"a": grid([1, 2, 3])}, []
     assert [it["a"] for it in lead(config, space, entries, 5)] == [3, 1, 2, 1, 2]
     assert [it["a"] for it in lead(config, space, entries)] == [3, 1, 2]
+
+
+def test_the_combinations_of_a_grid_are_repeated_one_by_one():
+    config, space = configured(num_trials=10**6, sampler=None), parse_space({"a": grid([1, 2, 3])})
+    Study([], config, space, 0, [])  # imports what it needs
+    tracemalloc.start()
+    try:
+        study = Study([], config, space, 0, grid_points(config, space))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+    assert [study.suggest(number).chosen["a"] for number in range(7)] == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_initial_points_that_a_sweep_gets_later_come_next_and_no_combination_is_lost_or_repeated():

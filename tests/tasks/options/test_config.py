@@ -85,12 +85,13 @@ def test_a_flow_that_validates_its_arguments_again_repeats_no_warning():
         (lambda: FailureConfig(retry_delay_s=1e20), "less than or equal to 1000000000"),
         (lambda: ScalingConfig(timeout_s=1e-9), "greater than or equal to 0.001"),
         (lambda: ScalingConfig(num_workers=10**9), "less than or equal to 65536"),
+        (lambda: SearchConfig(metric="loss", num_trials=10**9 + 1), "less than or equal to 1000000000"),
         (lambda: Hosts(["a"], environment={"A=B": "1"}), "'A=B', which no process can have"),
         (lambda: Hosts(["a"], environment={"": "1"}), "'', which no process can have"),
         (lambda: Hosts(["a"], environment={"A": "1\0"}), "'A', which no process can have"),
         (lambda: Hosts(["a", "b", "a"]), "hosts has 'a' twice: name a machine once, and give ranks_per_host"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_what_would_fail_late_is_refused_at_once(make, problem):
     with pytest.raises(ValueError, match=problem):

@@ -174,6 +174,20 @@ def test_a_trial_that_halving_has_lost_is_never_resumed(asha, data, concurrent, 
     assert all(played.trials[number].state == "paused" for number in lost)
 
 
+@given(ASHAS, st.integers(0, 300))
+def test_the_sizes_of_brackets_are_counted_without_a_look_at_each_trial(asha, num_trials):
+    brackets = [asha.bracket_of(number) for number in range(num_trials)]
+    assert asha.sizes(num_trials) == [brackets.count(bracket) for bracket in range(len(asha.brackets))]
+
+
+def test_a_billion_trials_cost_no_more_than_a_few(monkeypatch):
+    looked = []
+    monkeypatch.setattr(Asha, "bracket_of", lambda _, number: looked.append(number))
+    assert hyperband(1, 3, 81, 10**5).lost({}) == frozenset()
+    assert looked == []
+    assert sum(hyperband(1, 3, 10**6, 1).sizes(10**9)) == 10**9
+
+
 @given(ASHAS, st.data(), st.integers(1, 4))
 def test_halving_looks_at_the_order_of_values_alone(asha, data, concurrent):
     played = Played(asha, data, asha.population, concurrent).play()
