@@ -60,7 +60,7 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/attempts/owner.py",
         "tests/ckpt/runs/attempts/test_owner.py",
-        ("return alike and self != other", "return alike"),
+        ("return is_of_same_flow_run and self != other", "return is_of_same_flow_run"),
         ("return started is None or self.started not in (None, started)", "return started is None"),
         ("return started is None or self.started not in (None, started)", "return started != self.started"),
         ("return not is_alive(self.pid)", "return True"),

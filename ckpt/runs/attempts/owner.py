@@ -2,13 +2,40 @@
 
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from prefect_torch.ckpt.runs.records.fields import Count, Within
 from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 from prefect_torch.ckpt.text import printable
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmStart:
+    """One start of a Slurm job, which Slurm starts again when it is requeued, as after the failure of one of its machines.
+
+    Attributes:
+        job: The cluster and the number of the job, which all of its starts have.
+        num_before: How many starts came before this one. Slurm has given up each of them, and killed what it could reach of it.
+
+    """
+
+    job: str
+    num_before: Count
+
+    @classmethod
+    def current(cls) -> "SlurmStart | None":
+        """Describe the start that this process is part of; None outside of a job."""
+        number = os.environ.get("SLURM_JOB_ID")
+        if number is None:
+            return None
+        job = f"{os.environ.get('SLURM_CLUSTER_NAME', '')}/{number}"
+        return cls(job, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+    def is_before(self, other: "SlurmStart | None") -> bool:
+        """Return whether `other` is a later start of the same job."""
+        return other is not None and self.job == other.job and self.num_before < other.num_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +50,7 @@ class Owner:
         started: The process's start in kernel ticks, so that a reused pid is not mistaken for it; None outside of Linux.
         budget: The budgets of the flow run that its failures count against: None for the initial ones, else the Prefect
             state in which the flow run had ended when it was run again.
+        slurm_start: The start of a Slurm job that the process is part of; None outside of a job.
 
     """
 
@@ -31,6 +59,7 @@ class Owner:
     pid: Annotated[int, Within(1, 2**31 - 1)]  # the range of os.kill
     started: Count | None
     budget: str | None = None
+    slurm_start: SlurmStart | None = None
 
     @classmethod
     def current(cls, flow_run_id: str | None = None, budget: str | None = None) -> "Owner":
@@ -39,7 +68,7 @@ class Owner:
             started = _start_ticks(os.getpid())
         except OSError:
             started = None
-        return cls(flow_run_id, _host(), os.getpid(), started, budget)
+        return cls(flow_run_id, _host(), os.getpid(), started, budget, SlurmStart.current())
 
     def is_same_process(self, other: "Owner") -> bool:
         """Return whether `other` describes the same process."""
@@ -47,8 +76,8 @@ class Owner:
 
     def is_earlier_process_of(self, other: "Owner") -> bool:
         """Return whether this is another process of the same flow run, whose failures count against the same budgets."""
-        alike = replace(self, host=other.host, pid=other.pid, started=other.started) == other
-        return alike and self != other
+        is_of_same_flow_run = (self.flow_run_id, self.budget) == (other.flow_run_id, other.budget)
+        return is_of_same_flow_run and self != other
 
     @property
     def machine(self) -> str:
@@ -56,10 +85,15 @@ class Owner:
         return printable(self.host.partition("/")[0])
 
     def is_process_gone(self) -> bool | None:
-        """Return whether the process is gone; None if its pid is meaningless here: on another machine, in another container."""
+        """Return whether the process is gone; None if that cannot be known here.
+
+        On another machine and in another container, where its pid means nothing, it is known only of a process in an earlier
+        start of the Slurm job that this one is part of.
+        """
         here = _host()
         if self.host not in (here, here.rpartition("/")[0]):
-            return None
+            is_given_up = self.slurm_start is not None and self.slurm_start.is_before(SlurmStart.current())
+            return True if is_given_up else None
         try:
             started = _start_ticks(self.pid)
         except OSError:  # there is no such process, or no /proc, or it hides the processes of other users

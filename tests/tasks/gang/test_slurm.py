@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 from engine_servers import HAS_SLURM, LOOPBACK, slurm_cluster
 from prefect_servers import wait_until
+from prefect_torch.ckpt.runs.attempts.owner import SlurmStart
 from prefect_torch.tasks import SlurmCluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 from prefect_torch.tasks.gang.machine import avoided, lending
@@ -73,3 +74,22 @@ def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(mon
         answer("scontrol", "update", "nodename=n1", "state=resume")
     assert "queued and waiting for resources" in caplog.text
     assert "the cluster is asked again, and may lend n0 again" in caplog.text
+
+
+def test_a_job_that_is_requeued_is_another_start_of_the_same_job(tmp_path, monkeypatch):
+    """By which a process knows that one of an earlier start is gone."""
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\ncd {tmp_path}\nenv > told\nmv told ${{SLURM_RESTART_COUNT:-0}}\nexec sleep 600\n")
+    job = answer("sbatch", "--parsable", "--requeue", "--output=/dev/null", str(script)).strip()
+    starts = []
+    for number in ("0", "1"):
+        wait_until((tmp_path / number).exists, "the job has begun", 60)
+        variables = dict(line.split("=", 1) for line in (tmp_path / number).read_text().splitlines() if "=" in line)
+        for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.setenv(name, variables.get(name, "0"))
+        starts.append(SlurmStart.current())
+        if number == "0":
+            answer("scontrol", "requeue", job)
+            wait_until(lambda: answer("squeue", "--noheader", "--format=%T").split() == ["PENDING"], "it waits", 30)
+            answer("scontrol", "update", f"jobid={job}", "starttime=now")  # else Slurm waits for two minutes
+    assert starts == [SlurmStart(f"test/{job}", 0), SlurmStart(f"test/{job}", 1)]

@@ -7,7 +7,7 @@ from commits import commit
 from prefect.logging import disable_run_logger
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
-from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.attempts.owner import Owner, SlurmStart
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.tasks import RunConfig, SyncConfig
 from prefect_torch.tasks.gang.termination import TerminatedError
@@ -90,6 +90,20 @@ def test_who_leads_a_run_is_named_without_what_a_terminal_would_obey(lead, monke
     with pytest.raises(RunBusyError, match=r"flow run c \[1A \(process \d+ on a \[2J b, attempt 1") as caught:
         lead(replace(HERE, flow_run_id=OTHER))
     assert str(caught.value).isprintable()
+
+
+def test_a_requeued_slurm_job_goes_on_with_the_run_of_its_earlier_start(lead, monkeypatch):
+    """As after the failure of its machine: nobody was left to tell the end of that flow run, which stays Running."""
+    monkeypatch.setattr(liveness, "has_flow_run_ended", lambda flow_run_id: False)
+    monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
+    lead(replace(ELSEWHERE, slurm_start=SlurmStart("main/7", 0)))
+    for name, value in {"CLUSTER_NAME": "main", "JOB_ID": "7"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    with pytest.raises(RunBusyError):
+        lead(Owner.current(OTHER))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert lead(Owner.current(OTHER)).number == 2
 
 
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):

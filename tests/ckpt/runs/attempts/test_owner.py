@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from prefect_torch.ckpt.runs.attempts.owner import Owner, _start_ticks
+from prefect_torch.ckpt.runs.attempts.owner import Owner, SlurmStart, _start_ticks
 
 
 def test_a_process_is_no_earlier_process_of_itself():
@@ -18,6 +18,7 @@ def test_a_process_is_no_earlier_process_of_itself():
     assert earlier.is_earlier_process_of(here)
     assert not here.is_earlier_process_of(here)
     assert not replace(earlier, flow_run_id="other").is_earlier_process_of(here)
+    assert replace(earlier, slurm_start=SlurmStart("main/7", 0)).is_earlier_process_of(here)
 
 
 def test_this_process_is_alive_and_an_ended_one_is_dead():
@@ -62,6 +63,32 @@ def test_a_process_that_the_kernel_hides_may_be_alive(monkeypatch, error):
 
 def test_a_process_of_another_machine_may_be_alive():
     assert replace(Owner.current(), host="elsewhere/boot", pid=os.getpid()).is_process_gone() is None
+
+
+@pytest.mark.parametrize(
+    ("job", "num_before", "is_gone"),
+    [("7", None, True), ("7", "1", True), ("7", "2", None), ("7", "3", None), ("8", None, None), (None, None, None)],
+)
+def test_a_process_of_an_earlier_start_of_this_slurm_job_is_gone(monkeypatch, job, num_before, is_gone):
+    """Its machine may have failed, with nobody left to tell its end; Slurm has given it up."""
+
+    def begin(job, num_before):
+        for name, value in {"CLUSTER_NAME": "main", "JOB_ID": job, "RESTART_COUNT": num_before}.items():
+            if value is None:
+                monkeypatch.delenv(f"SLURM_{name}", raising=False)
+            else:
+                monkeypatch.setenv(f"SLURM_{name}", value)
+
+    begin(job, num_before)
+    before = Owner.current("flow")
+    elsewhere = replace(before, host="elsewhere/boot")
+    begin("7", "2")
+    assert elsewhere.is_process_gone() is is_gone
+    assert before.is_process_gone() is False, "this process is alive, whatever Slurm says"
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "other")
+    assert elsewhere.is_process_gone() is None
+    begin(None, None)
+    assert elsewhere.is_process_gone() is None
 
 
 UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc"]
