@@ -35,6 +35,7 @@ from prefect_torch.tasks.rank.program.orderly_end import end_in_order
 from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import take_device, wait_for_kernels
+from prefect_torch.tasks.rank.resources.interfaces import interface_variables
 from prefect_torch.tasks.rank.spec import RankResult, RankSpec
 from prefect_torch.tasks.rank.starting.guard import STACK_TRACES_SIGNAL, outlast_sigterm
 from prefect_torch.tasks.rank.user_code.function import PackedFunction, unpack_function
@@ -134,10 +135,11 @@ def _prepare(spec: RankSpec) -> None:
     if logging.lastResort is not None:  # records without a handler, such as the warnings of this package, show their level, too
         logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     os.environ.update(spec.environment())
+    usual = default_threads(max(spec.local_world_size, spec.ranks_at_once))
     if spec.rendezvous.host == "127.0.0.1" and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host's name, perhaps to another address
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # else NCCL takes the first interface that it finds
-    for name, value in default_threads(max(spec.local_world_size, spec.ranks_at_once)).items():
+        # Else gloo resolves the host's name, perhaps to another address, and NCCL takes the first interface that it finds.
+        usual |= interface_variables("lo")
+    for name, value in usual.items():
         os.environ.setdefault(name, value)
     if not spec.use_gpu:
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else an Accelerator treats each rank as a separate training

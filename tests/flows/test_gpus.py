@@ -66,7 +66,7 @@ def test_each_rank_has_a_gpu_before_its_function_is_imported(run):
             "at_import": rank,
             "visible": "0,1",
             "backend": "gloo",
-            "interface": "lo",
+            "interface": "=lo",
             "timeout_s": 1234.0,
         }
         for rank in range(2)

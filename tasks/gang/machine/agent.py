@@ -24,6 +24,7 @@ from prefect_torch.tasks.gang.processes.fork_servers import FORK_SERVERS, RANK_P
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from prefect_torch.tasks.gang.processes.secret_variables import SECRETS_OF_PREFECT
 from prefect_torch.tasks.rank.resources.cpus import default_threads
+from prefect_torch.tasks.rank.resources.interfaces import interface_variables
 from prefect_torch.tasks.rank.resources.oom_kills import OomKills
 
 from .interface import interface_of
@@ -42,7 +43,6 @@ _POLL_S = 1.0
 _END_S = 10.0
 _MOST_UNREAD = 4  # batches of a rank's lines, of 64 KiB each, that the leader has not read yet: a rank that writes more waits
 _PORTS = range(1, 1 << 16)
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,7 +198,7 @@ class Agent:
         left_out = SECRETS_OF_PREFECT.union(header["not_for_ranks"])
         kept = {name: value for name, value in os.environ.items() if name not in left_out}
         if self._interface is not None:
-            kept = {**dict.fromkeys(_INTERFACES, self._interface), **kept}
+            kept = {**interface_variables(self._interface), **kept}
         chosen = {} if self._gpus is None else self._gpus.environment  # last: others may use all others
         return {**default_threads(header["local_world_size"]), **kept, **header["environment"], **chosen}
 

@@ -367,6 +367,23 @@ def test_the_interface_of_an_address():
     assert interface_of("192.0.2.77") is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+@pytest.mark.parametrize("own", [{}, {"NCCL_SOCKET_IFNAME": "eth"}])
+def test_gloo_and_nccl_use_the_interface_that_reaches_the_leader_and_no_other_whose_name_begins_like_it(monkeypatch, own):
+    """NCCL would take "eth1" for eth10, too. What is set on the machine holds."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    order = {"not_for_ranks": [], "environment": {}, "local_world_size": 1}
+    environment = Agent(SimpleNamespace(), "127.0.0.1")._environment(order)
+    assert {name: environment[name] for name in environment if name.endswith("_SOCKET_IFNAME")} == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+        **own,
+    }
+
+
 def test_an_agent_imports_neither_prefect_nor_torch():
     program = "import prefect_torch.tasks.gang.machine.agent, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout.split()
