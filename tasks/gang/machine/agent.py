@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
 _CONNECT_S = 20.0
+_AGAIN_S = 0.5  # between two tries to connect
 _SILENT_S = 30.0
 _ASLEEP_S = 10.0  # a longer time between two heartbeats means that this process was stopped itself
 _POLL_S = 1.0
@@ -100,8 +101,20 @@ def _address_of(leader: str) -> tuple[str, int]:
 
 
 def _connect(leader: tuple[str, int], key: str) -> tuple[socket.socket, Link]:
-    connection = socket.create_connection(leader, timeout=_CONNECT_S)
+    connection = _dial(leader)
     return connection, greet_leader(connection, key, _CONNECT_S, _SILENT_S)
+
+
+def _dial(leader: tuple[str, int]) -> socket.socket:
+    """Return a connection to the leader, which may be refused at first: a pod starts before its network is complete."""
+    ends_s = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            return socket.create_connection(leader, timeout=max(_AGAIN_S, ends_s - time.monotonic()))
+        except OSError:
+            if time.monotonic() + _AGAIN_S > ends_s:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 class Agent:

@@ -100,16 +100,46 @@ def hung_up(connection, *_):
     raise LinkError("closed")
 
 
+class Clock:
+    """The time of an agent, which passes only while it sleeps."""
+
+    def __init__(self, wake=lambda: None):
+        self.now_s, self._wake = 0.0, wake
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+        self._wake()
+
+
 def test_an_agent_that_does_not_reach_the_leader_names_the_setting(capsys, monkeypatch):
     """As on machines without a default route, whose flow waits at 127.0.0.1."""
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
-    assert agent.main([f"127.0.0.1:{free_port()}"]) == 1
+    clock = Clock()
+    monkeypatch.setattr(agent, "time", clock)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # a port that refuses, and that no other process takes
+        assert agent.main([f"127.0.0.1:{nobody.getsockname()[1]}"]) == 1
+    assert clock.now_s == 20.0
     assert "Connection refused; set the cluster's leader_address to one by which " in capsys.readouterr().err
     monkeypatch.setenv(agent.KEY_VARIABLE, "key")
     monkeypatch.setattr(agent, "greet_leader", hung_up)
     with socket.create_server(("127.0.0.1", 0)) as other:
         assert agent.main([f"127.0.0.1:{other.getsockname()[1]}"]) == 1
     assert capsys.readouterr().err.endswith(": closed\n")
+
+
+def test_an_agent_that_is_refused_at_first_tries_again(capsys, monkeypatch):
+    """A pod starts before its network is complete, and never starts again: its gang would have to."""
+    with socket.socket() as leader:
+        leader.bind(("127.0.0.1", 0))  # it refuses until it listens
+        monkeypatch.setattr(agent, "time", Clock(leader.listen))
+        monkeypatch.setattr(agent, "greet_leader", hung_up)
+        monkeypatch.setenv(agent.KEY_VARIABLE, "key")
+        assert agent.main([f"127.0.0.1:{leader.getsockname()[1]}"]) == 1
+    assert capsys.readouterr().err.endswith(": closed\n"), "it was connected"
 
 
 @pytest.mark.parametrize(
