@@ -41,6 +41,12 @@ class KubernetesCluster(Cluster):
         default={}, title="Limits", description="The resources of a pod, such as nvidia.com/gpu: '8' and memory: 200Gi."
     )
     node_selector: dict[str, str] = Field(default={}, title="Node selector", description="Labels of machines that may be used.")
+    labels: dict[str, str] = Field(
+        default={}, title="Labels", description="Labels of the Job or JobSet and of the pods, such as the queue of Kueue."
+    )
+    annotations: dict[str, str] = Field(
+        default={}, title="Annotations", description="Annotations of the Job or JobSet and of the pods."
+    )
     shared_memory: str = Field(default="1Gi", title="Shared memory", description="The size of /dev/shm in a pod.")
     termination_grace_s: int = Field(
         default=60, ge=0, title="Termination grace (seconds)", description="More than grace_s, the grace of the ranks."
@@ -56,6 +62,11 @@ class KubernetesCluster(Cluster):
         title="Container specification",
         description="More fields of the pods' container: volumeMounts, env, resources and so on.",
     )
+
+    @field_validator("labels")
+    @classmethod
+    def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        return _without(("app", "app.kubernetes.io/managed-by"), "labels", labels)
 
     @field_validator("pod_spec")
     @classmethod
@@ -79,6 +90,8 @@ class KubernetesCluster(Cluster):
             arguments=agents.arguments(slots=self.ranks_per_pod),
             limits=self.limits,
             node_selector=self.node_selector,
+            labels=self.labels,
+            annotations=self.annotations,
             avoid=sorted(set(map(machine_of, wanted.avoid - wanted.in_use))),
             shared_memory=self.shared_memory,
             grace_s=self.termination_grace_s,

@@ -26,6 +26,8 @@ class AgentPods:
         arguments: The agents' arguments, apart from their names.
         limits: The resources of a pod, such as {"nvidia.com/gpu": "8"}.
         node_selector: The labels of machines that may be used.
+        labels: Labels of the Job or JobSet and of the pods.
+        annotations: Annotations of the same.
         avoid: The names of machines that must not be used.
         shared_memory: The size of /dev/shm, through which loaders' workers and NCCL exchange data.
         grace_s: How long a pod may take to end: the grace of the ranks.
@@ -47,6 +49,8 @@ class AgentPods:
     shared_memory: str
     grace_s: int
     owner: Mapping[str, str] | None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
     pull_secrets: Sequence[Mapping[str, str]] = ()
     pod_spec: Mapping[str, Any] = field(default_factory=dict)
     container_spec: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +71,7 @@ def job(pods: AgentPods) -> dict[str, Any]:
             "backoffLimitPerIndex": 0,
             "maxFailedIndexes": pods.num_pods,
             "ttlSecondsAfterFinished": _LEFT_S,
-            "template": {"metadata": {"labels": {"app": pods.name}}, "spec": _pod(pods)},
+            "template": {"metadata": _labelled(pods, {"app": pods.name}), "spec": _pod(pods)},
         },
     }
 
@@ -124,7 +128,12 @@ def pod_name(index: int | str) -> str:
 
 def _metadata(pods: AgentPods) -> dict[str, Any]:
     owned = {} if pods.owner is None else {"ownerReferences": [dict(pods.owner)]}
-    return {"name": pods.name, "labels": {"app.kubernetes.io/managed-by": "prefect-torch"}, **owned}
+    return {"name": pods.name, **_labelled(pods, {"app.kubernetes.io/managed-by": "prefect-torch"}), **owned}
+
+
+def _labelled(pods: AgentPods, ours: Mapping[str, str]) -> dict[str, Any]:
+    """Return the labels and annotations of an object, with our own labels."""
+    return {"labels": {**pods.labels, **ours}, "annotations": dict(pods.annotations)}
 
 
 def _pod(pods: AgentPods) -> dict[str, Any]:

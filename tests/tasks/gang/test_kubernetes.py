@@ -25,7 +25,7 @@ from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
 from prefect_torch.tasks.gang.engines.cluster import AgentEnd, MachineRequest
 from prefect_torch.tasks.gang.engines.kubernetes_api import KubernetesApi
 from prefect_torch.tasks.gang.engines.kubernetes_cluster import KubernetesCluster
-from prefect_torch.tasks.gang.engines.kubernetes_job import JOB_SET_GROUP, AgentPods, job
+from prefect_torch.tasks.gang.engines.kubernetes_job import JOB_SET_GROUP, AgentPods, job, job_set
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.avoided import AvoidedMachines
@@ -245,6 +245,8 @@ def test_pods_have_the_fields_that_they_are_given_beside_ours(api, monkeypatch):
         image="image",
         limits={"nvidia.com/gpu": "8", "memory": "200Gi"},
         node_selector={"zone": "a"},
+        labels={"kueue.x-k8s.io/queue-name": "gpus"},
+        annotations={"sidecar.istio.io/inject": "false"},
         pod_spec={
             "serviceAccountName": "trainings",
             "tolerations": [spot],
@@ -260,7 +262,11 @@ def test_pods_have_the_fields_that_they_are_given_beside_ours(api, monkeypatch):
     with cluster.lend(MachineRequest(1, 1, use_gpu=True, avoid=frozenset({"node-1/0"})), Asked()):
         (job,) = created
     kubernetes_validate.validate(job, "1.31", strict=True)
-    pod = job["spec"]["template"]["spec"]
+    of_pod, pod = job["spec"]["template"]["metadata"], job["spec"]["template"]["spec"]
+    for metadata, ours in ((job["metadata"], "app.kubernetes.io/managed-by"), (of_pod, "app")):
+        assert metadata["labels"].keys() == {ours, "kueue.x-k8s.io/queue-name"}
+        assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert metadata["annotations"] == {"sidecar.istio.io/inject": "false"}
     (container,) = pod["containers"]
     assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}, spot]
     assert (pod["serviceAccountName"], pod["hostNetwork"], pod["restartPolicy"]) == ("trainings", True, "Never")
@@ -288,6 +294,12 @@ def test_avoided_machines_are_excluded_by_name_from_each_alternative_of_the_pods
     assert alone == {"nodeAffinity": {required: {"nodeSelectorTerms": [{"matchFields": excluded}]}}}
 
 
+def test_a_job_set_has_the_labels_by_which_a_queue_admits_it():
+    metadata = job_set(replace(PODS, labels={"kueue.x-k8s.io/queue-name": "gpus"}, annotations={"team": "a"}))["metadata"]
+    assert metadata["labels"] == {"kueue.x-k8s.io/queue-name": "gpus", "app.kubernetes.io/managed-by": "prefect-torch"}
+    assert metadata["annotations"] == {"team": "a"}
+
+
 @pytest.mark.parametrize(
     "claims", [{"kubernetes.io": {"namespace": "own", "pod": {"name": "flow-1", "uid": "7"}}}, {"sub": "a"}]
 )
@@ -304,7 +316,12 @@ def test_the_flows_own_pod_is_found_where_the_host_name_is_the_machines(api, mon
 
 
 @pytest.mark.parametrize(
-    ("field", "given"), [("pod_spec", {"containers": []}), ("container_spec", {"image": "x", "command": ["sh"]})]
+    ("field", "given"),
+    [
+        ("pod_spec", {"containers": []}),
+        ("container_spec", {"image": "x", "command": ["sh"]}),
+        ("labels", {"app": "x", "app.kubernetes.io/managed-by": "x"}),
+    ],
 )
 def test_a_field_of_the_pods_that_is_ours_is_refused(field, given):
     with pytest.raises(ValidationError, match=f"{field} has {', '.join(sorted(given))}, which this package sets"):
