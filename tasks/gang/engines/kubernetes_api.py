@@ -32,6 +32,7 @@ _PREFECTS_CONTAINER = "prefect-job"  # in Prefect's job template, and in ours
 _OUT_OF_MEMORY = "OOMKilled"
 _ENDED = {"Failed", "Succeeded"}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
+_SUSPENDED = "Suspended"  # a normal event: what queues Jobs suspends them until it admits them
 
 
 class KubernetesApi:
@@ -153,12 +154,13 @@ class KubernetesApi:
         ]
 
     def _refusal(self, pods: AgentPods) -> str | None:
-        """Return why Kubernetes does not create pods of the Job, such as a quota, as far as the flow may read its events."""
+        """Return why Kubernetes does not create pods of the Job, as far as the flow may read its events: a quota, a queue."""
         name = f"{pods.name}-{JOB_OF_SET}" if self._has_job_sets else pods.name
-        of_job = f"involvedObject.kind=Job,involvedObject.name={name},type=Warning"
+        of_job = f"involvedObject.kind=Job,involvedObject.name={name}"
         with suppress(*self.errors):
             events = self._core.list_namespaced_event(self._namespace, field_selector=of_job, **_TIMES).items
-            return next((f"{event.reason}: {event.message}" for event in reversed(events)), None)
+            why = [it for it in events if it.type == "Warning" or it.reason == _SUSPENDED]
+            return f"{why[-1].reason}: {why[-1].message}" if why else None
         return None
 
     @contextmanager

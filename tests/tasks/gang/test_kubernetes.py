@@ -344,7 +344,11 @@ def terminated(reason, exit_code):
     return [{**CONTAINER, "state": {"terminated": {"reason": reason, "exitCode": exit_code}}}]
 
 
-def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "reason", "message"),
+    [("Warning", "FailedCreate", "exceeded quota: requests.nvidia.com/gpu"), ("Normal", "Suspended", "Job suspended")],
+)
+def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp_path, monkeypatch, kind, reason, message):
     server = KubernetesServer(tmp_path, knows_job_sets=False)
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
     unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
@@ -355,12 +359,11 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
             listed(2, phase="Running"),
         ],
         "events": [
-            {
-                "metadata": {"name": "event"},
-                "involvedObject": {"kind": "Job", "name": "job"},
-                "reason": "FailedCreate",
-                "message": "exceeded quota: requests.nvidia.com/gpu",
-            }
+            {"metadata": {"name": name}, "involvedObject": {"kind": "Job", "name": "job"}, **event}
+            for name, event in {
+                "event-1": {"type": kind, "reason": reason, "message": message},
+                "event-2": {"type": "Normal", "reason": "SuccessfulCreate", "message": "Created pod: job-0"},
+            }.items()
         ],
     }
     try:
@@ -370,7 +373,7 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
     assert problems == {
         0: ("unschedulable: 0/3 nodes are available", False),
         1: ("ImagePullBackOff: no such image", True),
-        3: ("FailedCreate: exceeded quota: requests.nvidia.com/gpu", False),
+        3: (f"{reason}: {message}", False),
     }
 
 
