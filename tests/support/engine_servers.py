@@ -173,6 +173,7 @@ class KubernetesServer:
         self.requests: list[tuple[str, str]] = []
         self.pods: list[psutil.Popen] = []
         self.listed: dict[str, list[dict]] = {"pods": [], "events": []}  # what it answers about them
+        self.pending: set[int] = set()  # the numbers of pods that are never started
         self._folder = folder
         self._knows_job_sets = knows_job_sets
         self._made: dict[str, Any] = {}
@@ -187,9 +188,13 @@ class KubernetesServer:
                 self._answer(server.post(self.path, body), 201)
 
             def do_DELETE(self) -> None:
-                server.requests.append(("DELETE", self.path.partition("?")[0]))
-                server.end_pods()
-                self._answer({"kind": "Status", "status": "Success"})
+                path = self.path.partition("?")[0]
+                server.requests.append(("DELETE", path))
+                if "/pods/" in path:
+                    self._answer({"kind": "Pod", "metadata": {"name": path.rpartition("/")[2]}})
+                else:
+                    server.end_pods()
+                    self._answer({"kind": "Status", "status": "Success"})
 
             def _answer(self, content: object, status: int = 200) -> None:
                 body = json.dumps(content).encode()
@@ -242,7 +247,7 @@ class KubernetesServer:
     def _start_pods(self, secret: dict) -> None:
         spec = self._made["spec"]
         container = spec["template"]["spec"]["containers"][0]
-        for index in range(spec["completions"]):
+        for index in sorted(set(range(spec["completions"])) - self.pending):
             fields = {  # of the downward API
                 "spec.nodeName": f"node-{index}",
                 "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),

@@ -106,6 +106,10 @@ class Agents(Protocol):
         """
         ...
 
+    def late(self) -> set[str]:
+        """Return the names of the agents that were expected and have not come: once `is_over`, nobody has a use for them."""
+        ...
+
     def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:
         """Have `explain` asked, with the name of an agent that came and has closed its connection, why it has ended.
 

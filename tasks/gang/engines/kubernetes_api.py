@@ -4,6 +4,7 @@ import json
 import socket
 from base64 import urlsafe_b64decode
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from importlib import import_module
@@ -19,8 +20,8 @@ from .kubernetes_job import JOB_OF_SET, JOB_SET_GROUP, JOB_SET_VERSION, AgentPod
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _RIGHTS = (
-    "the flow's service account must be allowed to create and delete jobs and jobsets, to create secrets, and to get and list "
-    "pods"
+    "the flow's service account must be allowed to create and delete jobs and jobsets, to create secrets, and to get, list and "
+    "delete pods"
 )
 # For a connection, and for each byte of a response: without limits, the client waits forever for an answer that was lost.
 _TIMES: dict[str, Any] = {"_request_timeout": (10.0, 30.0)}
@@ -123,6 +124,24 @@ class KubernetesApi:
         except self.errors as exc:
             if getattr(exc, "status", None) != HTTPStatus.NOT_FOUND:  # if not found, it has been deleted already
                 get_run_logger().warning("%s could not be deleted from Kubernetes: %s", pods.name, exc)
+
+    def withdraw(self, pods: AgentPods, numbers: AbstractSet[int]) -> set[int]:
+        """Delete those pods of these numbers that there are, and return the numbers that are done with.
+
+        A number gets no other pod: a deleted one counts as failed, of which `backoffLimitPerIndex` allows none. If the flow may
+        delete no pods, that is logged, and all numbers are done with.
+        """
+        there = {number: pod for number, pod in self._list(pods, _TIMES) if number in numbers}
+        try:
+            for pod in there.values():
+                if pod.status.phase not in _ENDED:
+                    self._core.delete_namespaced_pod(pod.metadata.name, self._namespace, **_TIMES)
+        except self.errors as exc:
+            if getattr(exc, "status", None) != HTTPStatus.FORBIDDEN:
+                raise
+            get_run_logger().warning("pods of %s that came too late stay: %s; %s", pods.name, exc, _RIGHTS)
+            return set(numbers)
+        return set(there)
 
     def problems(self, pods: AgentPods) -> dict[int, tuple[str, bool]]:
         """Return, by the pod's number, why a pod does not run yet, and whether it never will."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from secrets import token_hex
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +16,7 @@ from .kubernetes_api import KubernetesApi
 from .kubernetes_job import AgentPods, machine_of, number_of, pod_name, pod_of
 
 _POLL_S = 2.0
+_LATE_POLL_S = 30.0
 _END_S = 5.0  # until the status of a pod that has ended says so; usually a second
 _END_POLL_S = 0.5
 
@@ -23,7 +25,8 @@ class KubernetesCluster(Cluster):
     """Pods of a Job that is created for each attempt: a JobSet where the cluster supports JobSets, else an Indexed Job.
 
     Needs the extra `kubernetes`, and a service account of the flow that may create and delete jobs and jobsets, create secrets,
-    and get and list pods. The pods may run on machines that are tainted with one of their resources, such as nvidia.com/gpu.
+    and get, list and delete pods. The pods may run on machines that are tainted with one of their resources, such as
+    nvidia.com/gpu. Those whose agents have not come when an attempt begins are deleted.
     """
 
     waits_itself: ClassVar[bool] = True
@@ -104,7 +107,8 @@ class KubernetesCluster(Cluster):
         for number in range(pods.num_pods):
             agents.expect(pod_name(number))
         ended = threading.Event()
-        watch = threading.Thread(target=_watch, args=(cluster, pods, agents, ended), daemon=True)
+        watched = (_watch, cluster, pods, agents, ended)
+        watch = threading.Thread(target=copy_context().run, args=watched, name="pods", daemon=True)
         ends = _Ends(cluster, pods, ended)
         agents.explain_ends(lambda agent: ends.explain(number_of(agent)))
         try:
@@ -140,6 +144,20 @@ def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threa
             for name, (reason, is_hopeless) in problems.items():
                 if is_hopeless:
                     agents.fail(name, reason)
+    late = agents.late()
+    _withdraw(cluster, pods, {number for number in range(pods.num_pods) if pod_name(number) in late}, ended)
+
+
+def _withdraw(cluster: KubernetesApi, pods: AgentPods, late: set[int], ended: threading.Event) -> None:
+    """Delete the pods whose agents were late for the attempt, also those that Kubernetes creates only afterwards.
+
+    A pending pod is a request: it holds a quota, has a machine bought for it, or pods of a lower priority evicted.
+    """
+    while late and not ended.is_set():
+        with suppress(*cluster.errors, OSError):  # the next poll tries again
+            late -= cluster.withdraw(pods, late)
+        if late:
+            ended.wait(_LATE_POLL_S)
 
 
 class _Ends:

@@ -97,6 +97,10 @@ class Gathering:
         """Say why some agents have not come yet, by their names, in place of what was said before."""
         self._delays = dict(reasons)
 
+    def late(self) -> set[str]:
+        """Return the names of the agents that were expected and have not come."""
+        return set(self._expected) - self._came_as()
+
     def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:
         """Ask `explain` why an agent that came has ended."""
         self._explain = explain

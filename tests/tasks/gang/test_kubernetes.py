@@ -57,6 +57,9 @@ class Asked:
     def delay(self, reasons):
         pass
 
+    def late(self):
+        return set()
+
     def explain_ends(self, explain):
         pass
 
@@ -86,7 +89,7 @@ def test_an_api_that_is_away_at_the_end_is_told_and_hides_no_result(api, monkeyp
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
     monkeypatch.setattr(api, "create", lambda *_: None)
     with KubernetesCluster(image="image").lend(WANTED, Asked()):
-        (watch,) = (it for it in threading.enumerate() if it.name.endswith("(_watch)"))
+        (watch,) = (it for it in threading.enumerate() if it.name == "pods")
         time.sleep(0.1)
         assert watch.is_alive()
     assert "could not be deleted from Kubernetes" in caplog.text
@@ -122,7 +125,7 @@ def test_a_refused_request_names_the_rights_that_are_needed(api, monkeypatch):
     forbidden = kubernetes.client.ApiException(status=403, reason="Forbidden")
     monkeypatch.setattr(api._batch, "create_namespaced_job", Mock(side_effect=forbidden))
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: api)
-    with pytest.raises(NotEnoughMachinesError, match="create secrets, and to get and list pods"):
+    with pytest.raises(NotEnoughMachinesError, match="create secrets, and to get, list and delete pods"):
         KubernetesCluster(image="image").lend(WANTED, Asked()).__enter__()
 
 
@@ -133,6 +136,16 @@ def test_the_documented_role_allows_what_is_requested_and_nothing_else(monkeypat
     rules = yaml.safe_load(role)["rules"]
     allowed = {(verb, rule["apiGroups"][0], rule["resources"][0]) for rule in rules for verb in rule["verbs"]}
     requested = set()
+
+    class Late(Asked):
+        """An attempt that begins without its pod, once it is known why that is not created."""
+
+        @property
+        def is_over(self):
+            return ("list", "", "events") in requested
+
+        def late(self):
+            return {"pod 0"}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -146,7 +159,8 @@ def test_the_documented_role_allows_what_is_requested_and_nothing_else(monkeypat
             if verb == "get":
                 answer["spec"] = {"containers": [{"name": "flow", "image": "registry/own:1"}]}
             if verb == "list":
-                answer |= {"groups": [{"name": group, "versions": []}], "items": []}
+                pods = [listed(0, name="late", phase="Pending")] if resource == "pods" and Late().is_over else []
+                answer |= {"groups": [{"name": group, "versions": []}], "items": pods}
             body = json.dumps(answer).encode()
             self.send_response(201 if self.command == "POST" else 200)
             self.send_header("Content-Type", "application/json")
@@ -168,8 +182,8 @@ def test_the_documented_role_allows_what_is_requested_and_nothing_else(monkeypat
         threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         configuration.host = f"http://127.0.0.1:{http.server_port}"
         monkeypatch.setattr(kubernetes.client.Configuration, "_default", configuration)
-        with KubernetesCluster().lend(WANTED, Asked()):
-            wait_until(lambda: ("list", "", "pods") in requested, requested)
+        with KubernetesCluster().lend(WANTED, Late()):
+            wait_until(lambda: ("delete", "", "pods") in requested, lambda: requested)
         http.shutdown()
     other = "jobs" if group == JOB_SET_GROUP else "jobsets"
     assert requested == {right for right in allowed if right[2] != other}
@@ -331,9 +345,10 @@ def test_a_field_of_the_pods_that_is_ours_is_refused(field, given):
 CONTAINER = {"name": "it", "image": "image", "imageID": "", "ready": False, "restartCount": 0}
 
 
-def listed(number, **status):
+def listed(number, name="pod", **status):
     """Return a pod as Kubernetes lists it."""
-    return {"metadata": {"annotations": {"batch.kubernetes.io/job-completion-index": str(number)}}, "status": status}
+    annotations = {"batch.kubernetes.io/job-completion-index": str(number)}
+    return {"metadata": {"name": name, "annotations": annotations}, "status": status}
 
 
 def waiting(reason, message):
@@ -524,7 +539,7 @@ def test_pods_are_looked_at_only_while_agents_are_awaited(monkeypatch):
     """Not every two seconds for as long as a training takes."""
 
     def watches():
-        return [it for it in threading.enumerate() if it.name.endswith("(_watch)")]
+        return [it for it in threading.enumerate() if it.name == "pods"]
 
     monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
     monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: Pods({}))
@@ -561,3 +576,43 @@ def test_no_pod_is_awaited_once_each_has_come_or_failed_and_only_those_that_fail
         machines = gathering.wait(lambda: None, everyone=True)
         assert [machine.name for machine in machines] == [f"node-{9 - number}/{number}" for number in sorted(come)]
         assert sorted(gathering.missing()) == missing
+
+
+def test_a_pod_that_has_not_come_when_the_attempt_begins_is_deleted(tmp_path, monkeypatch):
+    """While it is pending, a machine is bought for it, or pods of others are evicted; one that has ended keeps its log."""
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")  # no rank is started
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    monkeypatch.setattr(gathering_module, "_MORE_S", 0.0)
+    server = KubernetesServer(tmp_path, knows_job_sets=False)
+    monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
+    server.pending = {1, 2}
+    phases = ["Pending", "Pending", "Failed"]  # Kubernetes says a moment later that the first one runs
+    server.listed["pods"] = [listed(number, name=f"job-{number}", phase=phase) for number, phase in enumerate(phases)]
+    try:
+        with gather(KubernetesCluster(image="own/image:1", leader_address="127.0.0.1"), replace(WANTED, most=3)) as gathering:
+            (machine,) = gathering.wait(lambda: None)
+            wait_until(lambda: not any(it.name == "pods" for it in threading.enumerate()), lambda: server.requests)
+            assert machine.lost is None
+    finally:
+        server.stop()
+    deleted = [path for method, path in server.requests if method == "DELETE"]
+    assert deleted[:-1] == ["/api/v1/namespaces/team/pods/job-1"]
+
+
+def test_a_pod_that_is_created_after_the_attempt_has_begun_is_deleted_then(monkeypatch):
+    """As beyond a quota, once others have ended. An API that is away is asked again."""
+    monkeypatch.setattr(kubernetes_cluster, "_LATE_POLL_S", 0.01)
+    done = Mock(side_effect=[OSError, set(), {1}, {0}])
+    kubernetes_cluster._withdraw(SimpleNamespace(errors=(), withdraw=done), PODS, {0, 1}, threading.Event())
+    assert done.call_count == 4
+
+
+def test_an_attempt_goes_on_if_its_flow_may_delete_no_pods(api, monkeypatch, caplog):
+    """As with a role of before, which allowed no more than the other requests."""
+    pod = SimpleNamespace(metadata=SimpleNamespace(name="it"), status=SimpleNamespace(phase="Pending"))
+    monkeypatch.setattr(KubernetesApi, "_list", lambda *_: [(1, pod), (2, pod)])
+    refuse = Mock(side_effect=kubernetes.client.ApiException(status=403, reason="Forbidden"))
+    monkeypatch.setattr(api._core, "delete_namespaced_pod", refuse)
+    assert api.withdraw(PODS, {1, 2, 3}) == {1, 2, 3}
+    assert refuse.call_count == 1
+    assert "must be allowed to create" in caplog.text
