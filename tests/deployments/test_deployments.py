@@ -27,6 +27,7 @@ from prefect_torch.flows import (
     train,
 )
 from prefect_torch.flows.arguments import committed_checkpoint
+from prefect_torch.tasks.gang.engines import slurm_cluster
 from prefect_torch.tasks.gang.engines.cluster import MachineRequest
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,8 @@ def test_a_deployment_begins_from_a_checkpoint_of_another_run(tmp_path):
 def test_machines_have_the_interpreter_of_where_the_flow_runs_instead_of_where_it_was_deployed(monkeypatch, cluster):
     deployed = make_deployment("there", "my_training:train_fn", scaling=ScalingConfig(cluster=cluster)).parameters["scaling"]
     monkeypatch.setattr(sys, "executable", "/there/bin/python")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm_cluster, "_nodes_of_job", lambda *_: "1")
     commands = []
     agents = SimpleNamespace(arguments=lambda *_, **__: [], run=lambda command, _: commands.append(command))
     with ScalingConfig(**deployed).cluster.lend(MachineRequest(1, 1, use_gpu=False, avoid=frozenset()), agents):

@@ -194,7 +194,6 @@ def test_a_training_outlives_slurmd_and_fails_clearly_without_its_only_machine(t
         monkeypatch.setenv("SLURM_CONF", configuration)
         said = subprocess.run(["salloc", "--no-shell", "--nodes=1"], capture_output=True, text=True, check=True).stderr
         monkeypatch.setenv("SLURM_JOB_ID", re.search(r"job allocation (\d+)", said)[1])
-        monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
         disturbing = threading.Thread(target=disturb)
         disturbing.start()
         cluster = SlurmCluster(ranks_per_node=2, leader_address=LOOPBACK, wait_s=0, environment=WITHOUT_COMPILER)

@@ -69,18 +69,20 @@ class SlurmCluster(Cluster):
     @property
     def longest_wait_s(self) -> float:
         """How long to wait for the machines of one request, by default a day in Slurm's queue."""
-        return _QUEUE_S if self.wait_s is None and _machines_of_job() is None else self.asks_for_s
+        return _QUEUE_S if self.wait_s is None and _own_job() is None else self.asks_for_s
 
     @contextmanager
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Start one agent on each machine by one srun, which waits for the allocation."""
         slots = self.ranks_per_node or self.gpus_per_node or 1
-        in_job = _machines_of_job()
-        nodes = _nodes(wanted, slots) if in_job is None else _nodes_of_job(wanted, slots, in_job)
+        own_job = _own_job()
+        excluded, others = _without_exclusions(self.srun_arguments)
+        excluded += sorted(wanted.avoid)
+        nodes = _nodes(wanted, slots) if own_job is None else _nodes_of_job(wanted, slots, own_job, excluded)
         program = [self.python or sys.executable, "-m", AGENT, *agents.arguments(slots=slots)]
-        name = None if in_job is not None else self._job_name()
+        name = None if own_job is not None else self._job_name()
         without_layout = ["env", *(f"--unset={variable}" for variable in _LAYOUT_OF_TASKS)]
-        command = shlex.join([*without_layout, *self._srun(nodes, wanted, name), *program])
+        command = shlex.join([*without_layout, *self._srun(nodes, excluded, others, name), *program])
         job = [] if name is None else [f"--name={name}", *_clusters(self.srun_arguments)]
         agents.run(_watched(command, job, os.getpid()) if job else command, ["Slurm"])
         try:
@@ -94,10 +96,8 @@ class SlurmCluster(Cluster):
         given = [argument.removeprefix(_JOB_NAME) for argument in self.srun_arguments if argument.startswith(_JOB_NAME)]
         return f"{[*given, 'prefect-torch'][0]}-{secrets.token_hex(4)}"
 
-    def _srun(self, nodes: str, wanted: MachineRequest, name: str | None) -> list[str]:
+    def _srun(self, nodes: str, excluded: list[str], others: list[str], name: str | None) -> list[str]:
         in_job = name is None
-        excluded, others = _without_exclusions(self.srun_arguments)
-        excluded += sorted(wanted.avoid)
         return [
             "srun",
             f"--nodes={nodes}",
@@ -206,10 +206,9 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_ANSWER_S).stdout.strip()
 
 
-def _machines_of_job() -> int | None:
-    """Return how many machines the job has in which this process runs; None outside of a job."""
-    number = os.environ.get("SLURM_JOB_NUM_NODES")
-    return None if number is None else int(number)
+def _own_job() -> str | None:
+    """Return the number of the job in which this process runs, as srun looks for it; None outside of a job."""
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def _nodes(wanted: MachineRequest, slots: int) -> str:
@@ -218,13 +217,32 @@ def _nodes(wanted: MachineRequest, slots: int) -> str:
     return f"{fewest}-{most}" if fewest < most else str(most)
 
 
-def _nodes_of_job(wanted: MachineRequest, slots: int, in_job: int) -> str:
-    """Return how many of the job's machines srun is to use, at most those that are left."""
-    there = in_job - len(wanted.avoid)
-    if there < math.ceil(wanted.fewest / slots):
+def _nodes_of_job(wanted: MachineRequest, slots: int, job: str, excluded: list[str]) -> str:
+    """Return how many of the job's machines srun is to use: exactly, since it starts no agent at all on fewer.
+
+    A range would crash slurmctld 22.05, together with a number of tasks for each machine.
+    """
+    try:
+        machines = _machines_of(job)
+        left = machines - _named(",".join(excluded))
+    except (OSError, subprocess.SubprocessError) as exc:  # as while its controller restarts
+        said = getattr(exc, "stderr", None) or exc
+        raise NotEnoughMachinesError(f"Slurm does not say which machines job {job} has: {said}") from exc
+    if len(left) < math.ceil(wanted.fewest / slots):
         raise NotEnoughMachinesError(
-            f"{show_count(wanted.fewest, 'rank')} wanted, the cluster has room for {max(0, there) * slots}: the Slurm job "
-            f"{os.environ.get('SLURM_JOB_ID', '')} has {in_job} machines, {len(wanted.avoid)} of them lost; give "
+            f"{show_count(wanted.fewest, 'rank')} wanted, the cluster has room for {len(left) * slots}: the Slurm job {job} "
+            f"has {show_count(len(machines), 'machine')}, {len(machines - left)} of them lost or excluded; give "
             "num_workers=(fewest, most), or the job more machines"
         )
-    return str(min(math.ceil(wanted.most / slots), there))
+    return str(min(math.ceil(wanted.most / slots), len(left)))
+
+
+def _machines_of(job: str) -> set[str]:
+    """Return the names of the machines that a job has now, without those that have failed."""
+    rows = map(str.split, _run("squeue", "--noheader", f"--jobs={job}", "--format=%A %N").splitlines())
+    return _named(next((row[1] for row in rows if len(row) > 1 and row[0] == job), ""))  # all jobs of an array are listed
+
+
+def _named(machines: str) -> set[str]:
+    """Return the names in a list of machines as Slurm writes it, such as "n[0-2],m1"."""
+    return set(_run("scontrol", "show", "hostnames", machines).split()) if machines else set()

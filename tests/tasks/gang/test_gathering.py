@@ -280,7 +280,8 @@ def test_the_allocation_of_an_srun_that_is_killed_is_cancelled_unless_it_ends(mo
     if cancels:
         assert (tmp_path / "cancelled").read_text().split() == [name.replace("--job-name", "--name")]
     (tmp_path / "cancelled").unlink(missing_ok=True)
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm_cluster, "_nodes_of_job", lambda *_: "1")
     with gather(cluster, request):
         pass
     assert not (tmp_path / "cancelled").exists()
@@ -311,7 +312,8 @@ def test_an_allocation_on_another_cluster_is_looked_for_and_cancelled_there(monk
 @pytest.mark.parametrize("given", [["--exclude=bad[1-2]"], ["--exclude", "bad[1-2]"], ["-x", "bad[1-2]"], ["-xbad[1-2]"]])
 def test_srun_excludes_lost_machines_beside_those_that_its_arguments_exclude(monkeypatch, given):
     """It obeys the last --exclude only."""
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm_cluster, "_nodes_of_job", lambda *_: "1")
     commands = []
     agents = SimpleNamespace(arguments=lambda slots: [], run=lambda command, names: commands.append(shlex.split(command)))
     cluster = SlurmCluster(srun_arguments=["--time=2", *given, "--mem=0"])
@@ -488,14 +490,14 @@ def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_request
     def waits(cluster):
         return cluster.longest_wait_s, cluster.asks_for_s
 
-    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=5))) == ((86400, 60), (5, 5))
     assert (waits(KubernetesCluster()), waits(DaskCluster(address="a")), waits(Hosts(["a"], wait_s=0))) == (
         (600, 600),
         (60, 60),
         (0, 0),
     )
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert (waits(SlurmCluster()), waits(SlurmCluster(wait_s=500))) == ((60, 60), (500, 500))
 
 

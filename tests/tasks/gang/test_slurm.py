@@ -16,6 +16,7 @@ from prefect_torch.tasks.gang.machine import avoided, lending
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.lending import Machines
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 
 pytestmark = pytest.mark.skipif(not HAS_SLURM, reason="needs root and Debian's slurmctld and slurmd")
 
@@ -47,13 +48,36 @@ def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_
     said = answer("salloc", "--no-shell", "--nodes=2")
     job = re.search(r"job allocation (\d+)", said)[1]
     step = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS": "8"}
-    for name, value in {**step, "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2"}.items():
+    for name, value in {**step, "SLURM_JOB_ID": job}.items():
         monkeypatch.setenv(name, value)
     cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30)
     with gather(cluster, MachineRequest(2, 2, use_gpu=False, avoid=frozenset())) as gathering:
         machines = gathering.wait(lambda: None)
         assert {machine.name for machine in machines} == {"n0", "n1"}
         assert not gathering.missing()
+
+
+@pytest.mark.parametrize("is_down", [True, False], ids=["down", "excluded"])
+def test_a_job_without_one_of_its_machines_has_the_others(monkeypatch, is_down):
+    """srun would start no agent at all on fewer machines than it is asked for."""
+    said = answer("salloc", "--no-shell", "--no-kill", "--nodes=2")
+    job = re.search(r"job allocation (\d+)", said)[1]
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    if is_down:
+        answer("scontrol", "update", "nodename=n1", "state=down", "reason=test")
+    try:
+        cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30, srun_arguments=[] if is_down else ["--exclude=n[1]"])
+        with gather(cluster, MachineRequest(1, 2, use_gpu=False, avoid=frozenset())) as gathering:
+            assert [machine.name for machine in gathering.wait(lambda: None)] == ["n0"]
+        why = f"^2 ranks wanted, the cluster has room for 1: the Slurm job {job} has {1 if is_down else 2} machine"
+        with (
+            pytest.raises(NotEnoughMachinesError, match=why),
+            gather(cluster, MachineRequest(2, 2, use_gpu=False, avoid=frozenset())),
+        ):
+            pass
+    finally:
+        if is_down:
+            answer("scontrol", "update", "nodename=n1", "state=resume")
 
 
 def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(monkeypatch, caplog):
