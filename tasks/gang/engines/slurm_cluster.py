@@ -35,6 +35,8 @@ _LAYOUT_OF_TASKS = (
     "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK",
     "SLURM_GPUS", "SLURM_GPU_BIND", "SLURM_DISTRIBUTION", "SLURM_ARBITRARY_NODELIST",
 )  # fmt: skip
+# Without --ntasks-per-node, --cpus-per-task makes srun start as many tasks on a machine as there are CPUs for.
+_ONCE_PER_MACHINE = ("sh", "-c", '[ "$SLURM_LOCALID" != 0 ] || exec "$@"', "agent")
 
 
 class SlurmCluster(Cluster):
@@ -79,7 +81,7 @@ class SlurmCluster(Cluster):
         excluded, others = _without_exclusions(self.srun_arguments)
         excluded += sorted(wanted.avoid)
         nodes = _nodes(wanted, slots) if own_job is None else _nodes_of_job(wanted, slots, own_job, excluded)
-        program = [self.python or sys.executable, "-m", AGENT, *agents.arguments(slots=slots)]
+        program = [*_ONCE_PER_MACHINE, self.python or sys.executable, "-m", AGENT, *agents.arguments(slots=slots)]
         name = None if own_job is not None else self._job_name()
         without_layout = ["env", *(f"--unset={variable}" for variable in _LAYOUT_OF_TASKS)]
         command = shlex.join([*without_layout, *self._srun(nodes, excluded, others, name), *program])
@@ -101,7 +103,8 @@ class SlurmCluster(Cluster):
         return [
             "srun",
             f"--nodes={nodes}",
-            "--ntasks-per-node=1",
+            # Of a range of machines, srun would then use the fewest, whatever it has got.
+            *(["--ntasks-per-node=1"] if nodes.isdecimal() else []),
             "--cpu-bind=none",  # an agent's ranks must not be bound to the CPUs of one task
             "--kill-on-bad-exit=0",  # the leader, not Slurm, ends the attempt after the loss of a machine
             "--wait=0",

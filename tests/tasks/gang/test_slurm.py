@@ -80,6 +80,14 @@ def test_a_job_without_one_of_its_machines_has_the_others(monkeypatch, is_down):
             answer("scontrol", "update", "nodename=n1", "state=resume")
 
 
+@pytest.mark.parametrize("given", [[], ["--exclusive", "--cpus-per-task=1"]])
+def test_an_allocation_has_an_agent_on_each_of_as_many_machines_as_there_are(given):
+    cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30, srun_arguments=given)
+    with gather(cluster, MachineRequest(1, 2, use_gpu=False, avoid=frozenset())) as gathering:
+        assert {machine.name for machine in gathering.wait(lambda: None)} == {"n0", "n1"}
+        assert not gathering.missing()
+
+
 def test_a_machine_is_avoided_only_for_a_while_if_slurm_has_no_other_for_now(monkeypatch, caplog):
     """A request may wait in the queue for a day."""
     monkeypatch.setattr(avoided, "_AVOID_S", 4.0)
