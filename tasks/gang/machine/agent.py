@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prefect_torch.tasks.gang.gpus.allocation import GpuAllocation
 
 KEY_VARIABLE = "PREFECT_TORCH_AGENT_KEY"
+_PLACE_VARIABLE = "SLURM_NODEID"  # it follows the topology of the network: rings of NCCL cross fewest switches in that order
 _CONNECT_S = 20.0
 _AGAIN_S = 0.5  # between two tries to connect
 _SILENT_S = 30.0
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = Agent(link, address)
     gpus = _take_gpus(options.slots, options.leader) if options.gpus else None
     slots = options.slots or 1 if gpus is None else len(gpus.locks)
-    return agent.run({"name": options.name, "slots": slots, "address": address, "versions": versions()}, gpus)
+    place = int(os.environ.get(_PLACE_VARIABLE, "0"))
+    return agent.run({"name": options.name, "slots": slots, "place": place, "address": address, "versions": versions()}, gpus)
 
 
 def _own_name() -> str:

@@ -1,6 +1,7 @@
 """The agents that a cluster has started for an attempt: those that came, and why others will not."""
 
 import errno
+import re
 import secrets
 import socket
 import threading
@@ -116,7 +117,9 @@ class Gathering:
         return delays
 
     def wait(self, raise_if_requested: Callable[[], None], *, everyone: bool = False) -> tuple[RemoteMachine, ...]:
-        """Return the machines whose agents came, in the expected order, once they suffice for all ranks or no more will come.
+        """Return the machines whose agents came, once they suffice for all ranks or no more will come.
+
+        They are in the expected order, and those of one expected name in the order of Slurm's nodes, else of their names.
 
         Args:
             raise_if_requested: Called repeatedly while this waits.
@@ -202,7 +205,12 @@ class Gathering:
         order = {name: number for number, name in enumerate(self._expected)}
         with self._changing:
             alive = [machine for machine in self._came.values() if not (machine.lost or machine.is_terminated)]
-        return tuple(sorted(alive, key=lambda machine: order.get(self._cluster.expected_name(machine.name), len(order))))
+
+        def place(machine: RemoteMachine) -> tuple[int, int, list[str | int]]:
+            expected = order.get(self._cluster.expected_name(machine.name), len(order))
+            return expected, machine.place, _in_numerical_order(machine.name)
+
+        return tuple(sorted(alive, key=place))
 
     def _came_as(self) -> set[str]:
         """Return the names by which the agents that came were expected."""
@@ -259,6 +267,11 @@ def gather(cluster: Cluster, wanted: MachineRequest, *, prepares: bool = False) 
                 gathering.release()
     finally:
         gathering.close()
+
+
+def _in_numerical_order(name: str) -> list[str | int]:
+    """Return what sorts "n2" before "n10"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _address(given: str | None) -> str:

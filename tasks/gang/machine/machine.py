@@ -40,6 +40,7 @@ class RemoteMachine:
         address: Its address, by which the leader and the other machines reach it.
         port: A port at which its agent lets the other machines connect; None if there is none.
         slots: For how many ranks it has room.
+        place: Its number in the order of its cluster, if that has one; else 0.
         unreached: The names of other machines that it no longer reaches.
         lost: Why it is lost; None while it is not.
         is_out_of_memory: Whether it is lost since its processes used too much memory; known once a rank has finished.
@@ -59,6 +60,7 @@ class RemoteMachine:
         self.address = str(hello["address"])
         self.port: int | None = hello.get("port")  # agents of other versions, which are refused, have none
         self.slots = int(hello["slots"])
+        self.place = int(hello.get("place", 0))
         self.unreached: frozenset[str] = frozenset()
         self.lost: str | None = None
         self.is_out_of_memory = False

@@ -18,7 +18,7 @@ from typing import Literal
 
 import pytest
 import yaml
-from agents import agents
+from agents import OpenLink, agents
 from left_behind import begun_threads
 from prefect.context import use_profile
 from prefect.settings import PREFECT_API_KEY, PREFECT_API_URL, Profile
@@ -216,6 +216,24 @@ class EndedLink:
 
     def close(self):
         pass
+
+
+@pytest.mark.parametrize(
+    ("came", "ordered"),
+    [
+        ({"n2": 2, "n10": 0, "n1": 1}, ["n10", "n1", "n2"]),
+        (dict.fromkeys(["n10", "n2-b", "n2-a", "n1"], 0), ["n1", "n2-a", "n2-b", "n10"]),
+    ],
+)
+def test_machines_of_one_command_are_in_the_order_of_their_cluster_whichever_comes_first(came, ordered):
+    """Else each attempt had another order, in which the rings of collectives cross the network more often."""
+    request = MachineRequest(len(came), len(came), use_gpu=False, avoid=frozenset())
+    with gather(Roomy(leader_address="127.0.0.1"), request) as gathering:
+        gathering.expect("Slurm")
+        for name, place in came.items():
+            hello = {"name": name, "place": place, "address": "127.0.0.1", "slots": 1, "versions": versions()}
+            gathering._enter(OpenLink(), hello)
+        assert [machine.name for machine in gathering.wait(lambda: None)] == ordered
 
 
 def test_an_agent_that_says_hello_when_an_attempt_begins_is_sent_away():

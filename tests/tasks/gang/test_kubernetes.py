@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import re
 import socket
 import threading
@@ -19,6 +18,7 @@ import kubernetes
 import kubernetes_validate
 import pytest
 import yaml
+from agents import OpenLink
 from engine_servers import KubernetesServer
 from prefect_servers import wait_until
 from prefect_torch.tasks.gang.engines import kubernetes_api, kubernetes_cluster
@@ -31,7 +31,6 @@ from prefect_torch.tasks.gang.machine import lending
 from prefect_torch.tasks.gang.machine.avoided import AvoidedMachines
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.lending import Machines
-from prefect_torch.tasks.gang.machine.link import LinkError
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from pydantic import ValidationError
@@ -488,27 +487,6 @@ def test_the_reason_for_which_a_pod_does_not_come_is_logged_and_part_of_the_erro
     ):
         pass
     assert caplog.text.count("pod 0 has not come yet: unschedulable: 0/3 nodes") == 1
-
-
-class OpenLink:
-    """The leader's side of a link whose agent says nothing after its hello."""
-
-    def __init__(self):
-        self._closed = threading.Event()
-        self.heard_s = math.inf  # its silence is no loss
-
-    def receive(self):
-        self._closed.wait()
-        raise LinkError("closed")
-
-    def send(self, header, body=b""):
-        pass
-
-    def send_heartbeat(self):
-        pass
-
-    def close(self):
-        self._closed.set()
 
 
 class Pods:

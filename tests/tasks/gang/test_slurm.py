@@ -53,7 +53,8 @@ def test_each_machine_of_a_job_has_an_agent_whatever_tasks_the_step_of_the_flow_
     cluster = SlurmCluster(leader_address=LOOPBACK, wait_s=30)
     with gather(cluster, MachineRequest(2, 2, use_gpu=False, avoid=frozenset())) as gathering:
         machines = gathering.wait(lambda: None)
-        assert {machine.name for machine in machines} == {"n0", "n1"}
+        assert [machine.name for machine in machines] == ["n0", "n1"]
+        assert [machine.place for machine in machines] == [0, 1]
         assert not gathering.missing()
 
 
