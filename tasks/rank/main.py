@@ -107,10 +107,11 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
     """Return the result of the function; `group` then waits for the ranks that need this one's store, once it has left."""
     _prepare(spec)
     try:
+        # First: other machines may have nothing to download, and the function's module may read MASTER_PORT.
+        group_store = GroupStore.open(spec)
         packed, store = _enter_paths(spec, held)
-        # Before the function's module is imported, which may make a tensor on "cuda": that is the current device.
+        # Before that module is imported, which may make a tensor on "cuda": that is the current device.
         device = take_device(spec.local_rank) if spec.use_gpu else None
-        group_store = GroupStore.open(spec)  # before the import, too: the module may read MASTER_PORT
         with _final(BaseException):  # the import of a module may raise anything
             function, config = _unpack(spec, packed)
         key_value = connect(spec.rendezvous, spec.timeout_s)

@@ -1,5 +1,7 @@
 """What a rank reads of a run before its function is called: little, and most of it once on each machine."""
 
+from contextlib import ExitStack
+
 import pytest
 from counting_storage import CountingStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
@@ -14,6 +16,7 @@ from prefect_torch.tasks import SyncConfig
 from prefect_torch.tasks.rank import main
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.failures import of_exception
+from prefect_torch.tasks.rank.user_code.working_dir import StoredDirectory
 from rank_specs import rank_spec
 from ranks import Attempt, folder
 
@@ -68,3 +71,23 @@ def test_a_rank_on_another_machine_sees_the_claim_of_each_attempt_in_a_synced_di
         download_run(here, "run")
         claim_attempt(leader, Owner.current(), world_size=1)
         check_fence(main._open_run(rank_spec(storage=other, attempt=number)), number)
+
+
+@pytest.mark.parametrize("working_dir", [None, StoredDirectory("/", 1, "", "")])
+def test_rank_0_serves_the_groups_store_before_it_downloads_anything(monkeypatch, working_dir):
+    """Ranks of other machines may have all files already, and wait for the store for minutes only."""
+    steps = []
+
+    def fail(*_):
+        steps.append("opens the run")
+        raise ValueError("no such run")
+
+    monkeypatch.setattr(main, "_prepare", lambda _: None)
+    monkeypatch.setattr(main, "enter_paths", lambda *_, **__: None)
+    monkeypatch.setattr(main, "_unpack", lambda *_: (None, None))
+    monkeypatch.setattr(main, "connect", lambda *_: None)
+    monkeypatch.setattr(main.GroupStore, "open", lambda _: steps.append("serves the store"))
+    monkeypatch.setattr(main, "_open_run", fail)
+    result = main._run(rank_spec(master_host="rank0", working_dir=working_dir), ExitStack(), ExitStack())
+    assert (result.kind, result.error) == ("final", "ValueError: no such run")
+    assert steps == ["serves the store", "opens the run"]
