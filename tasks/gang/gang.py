@@ -32,6 +32,7 @@ ONE_THREAD_PER_RANK: Any = ThreadPoolTaskRunner(max_workers=sys.maxsize)
 POLL_S = 0.05
 _STOP_WARNING_S = 30.0  # supervisors kill after seconds; a process that takes longer waits for the kernel: a disk, a driver
 _MOST_STOP_WAITS = 20  # not a deadline: a process that was stopped itself has to look at its ranks after that
+_MOST_STOP_WAITS_ELSEWHERE = 2  # on other machines; this process may have been stopped itself during one of them
 
 
 class Gang:
@@ -82,6 +83,8 @@ class Gang:
     def stop(self, reason: str) -> None:
         """Stop every rank that still runs, and return when all have exited: the next attempt needs the machine for itself.
 
+        Other machines whose ranks have not exited after a minute are given up, and their ranks with them.
+
         Raises:
             RankFailedError: Of the kind "final", if ranks have not exited after ten minutes; every 30 s, a warning names them.
                 The time in which this process was stopped itself, perhaps with its ranks, counts as half a minute at most.
@@ -100,6 +103,18 @@ class Gang:
                     "final",
                 )
             get_run_logger().warning("rank %s was killed and has not exited yet; no attempt starts before it has", alive)
+            if self.machines and self._num_stop_waits == _MOST_STOP_WAITS_ELSEWHERE:
+                self._give_machines_up()
+
+    def _give_machines_up(self) -> None:
+        """Lose the machines of the ranks that still run; as after any loss of a machine, fencing refuses what these commit."""
+        for node in {group.node for group in self.running()}:
+            get_run_logger().warning(
+                "machine %s is given up, since its ranks have not exited: look at its processes (a dead network filesystem, a "
+                "GPU driver that hangs), and restart it if need be",
+                self.machines[node].name,
+            )
+            self.machines[node].release("its ranks were killed and have not exited")
 
     def wait_for_news(self, longest_s: float) -> None:
         """Return when another task run is finished, or after `longest_s`."""

@@ -4,6 +4,7 @@ import itertools
 import os
 import socket
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -159,3 +160,14 @@ def complete_on_a_terminated_machine(config: dict) -> str:
             time.sleep(0.01)
     dist.barrier()
     return "complete"
+
+
+def fail_beside_a_rank_that_waits(config: dict) -> int:
+    """In the first attempt, rank 0 raises once rank 1, which has written the file `config["waits"]`, waits for ever."""
+    if get_context().attempt == 1:
+        if get_context().world_rank == 1:
+            Path(config["waits"]).touch()
+            threading.Event().wait()
+        wait_for(Path(config["waits"]).exists, "rank 1 waits")
+        raise RuntimeError("rank 0 has failed")
+    return get_context().attempt

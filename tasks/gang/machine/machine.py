@@ -123,9 +123,9 @@ class RemoteMachine:
         self._send({"type": "refused", "reason": reason})
         self.release()
 
-    def release(self) -> None:
-        """Close the link: the agent kills what is left of its ranks, and ends."""
-        self._lose("the attempt is over")
+    def release(self, reason: str = "the attempt is over") -> None:
+        """Close the link: the agent kills what is left of its ranks, and ends; ranks that still run are lost for `reason`."""
+        self._lose(reason)
 
     def look(self, slept_s: float) -> None:
         """Send a heartbeat, and record the machine as lost if it has sent nothing for ten seconds.

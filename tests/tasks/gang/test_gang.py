@@ -74,6 +74,28 @@ def test_a_rank_that_cannot_be_stopped_is_named_and_no_attempt_starts_beside_it(
     assert caplog.text.count("rank 1 was killed and has not exited yet") == 2
 
 
+def test_a_machine_whose_rank_does_not_exit_is_given_up_after_a_minute_and_its_rank_with_it(supervisor, monkeypatch, caplog):
+    """As one whose GPU hangs, or whose disk is gone: fencing refuses what its rank writes, and others need not wait for it."""
+    now_s, given_up = [0.0], []
+
+    def sleep(seconds):
+        now_s[0] += seconds
+
+    def machine(name):
+        return SimpleNamespace(name=name, release=lambda reason: given_up.append((name, now_s[0])) or supervisor.done[1](None))
+
+    monkeypatch.setattr(gang, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+    for name, seconds in (("POLL_S", 1.0), ("_STOP_WARNING_S", 30.0)):
+        monkeypatch.setattr(gang, name, seconds)
+    ranks = Gang([rank_spec(node_rank=node) for node in range(2)], None, [machine("a"), machine("b")])
+    ranks.start()
+    supervisor.done[0](None)
+    ranks.stop("over")
+    assert given_up == [("b", 60.0)]
+    assert ranks.has_exited()
+    assert "machine b is given up" in caplog.text
+
+
 def test_ranks_that_were_frozen_with_their_leader_have_time_to_end(supervisor, monkeypatch):
     """As in a container that is paused for half an hour at that moment: they die as soon as they may."""
     sleeps, now_s = [], [0.0]
