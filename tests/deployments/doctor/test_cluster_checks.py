@@ -5,6 +5,7 @@ import json
 import shlex
 import socket
 import sys
+import threading
 
 import pytest
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -12,9 +13,13 @@ from prefect_torch.ckpt.storage.opening import parse_storage
 from prefect_torch.deployments.command_line.doctor.cluster_checks import _finding, check_cluster
 from prefect_torch.flows import Hosts
 from prefect_torch.tasks.gang.engines import client_process
-from prefect_torch.tasks.gang.machine import inspection
+from prefect_torch.tasks.gang.machine import inspection, remote_rank
 from prefect_torch.tasks.gang.machine.inspection import InspectedMachine
+from prefect_torch.tasks.gang.machine.link import LinkError
+from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.rank import machine_report
+from prefect_torch.tasks.rank.machine_report import InspectionOrder
+from prefect_torch.tasks.rank.rendezvous import Address
 
 RAY = '{"kind": "ray", "leader_address": "127.0.0.1"}'
 GOOD = {"gpus": [], "nccl": None, "shared_memory": 2**30, "leader": None, "machines": {}, "storage": None}
@@ -146,3 +151,31 @@ def test_machines_are_inspected_where_nothing_in_the_storage_may_be_deleted(monk
     cluster = Hosts(["a"], command="echo no route; exit 255 #", leader_address="127.0.0.1", wait_s=0)
     (machine,) = inspection.inspect_machines(cluster, 1, parse_storage(str(tmp_path)))
     assert machine.problem == "its command ended with 255: no route"
+
+
+class StuckLink:
+    """The leader's side of a link to a machine whose program says nothing and outlasts SIGKILL, ten of which end this test."""
+
+    def __init__(self):
+        self.num_kills, self._is_closed = 0, threading.Event()
+
+    def receive(self):
+        self._is_closed.wait()
+        raise LinkError("closed")
+
+    def send(self, header, body=b""):
+        self.num_kills += header["type"] == "kill"
+        if self.num_kills >= 10:
+            self.close()
+
+    def close(self):
+        self._is_closed.set()
+
+
+def test_a_machine_whose_program_cannot_be_killed_is_not_waited_for(monkeypatch):
+    """As one with a dead network filesystem, which an inspection is to find."""
+    monkeypatch.setattr(inspection, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(remote_rank, "_IDLE_S", 0.01)
+    machine = RemoteMachine(StuckLink(), {"name": "stuck", "address": "127.0.0.1", "slots": 1}, {}, ())
+    found = inspection._inspect(machine, InspectionOrder(Address("127.0.0.1", 1), None, "key", {}))
+    assert found.problem == "its machine stuck is lost: its inspection took longer than 0 s"
