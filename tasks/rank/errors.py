@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from prefect_torch.ckpt.runs.attempts.attempt import FailureKind
 
 # The last three are consequences of another rank's failure, which says more.
-RankFailureKind: TypeAlias = FailureKind | Literal["withdrawn", "communication", "peer"]
+RankFailureKind: TypeAlias = FailureKind | Literal["unprepared", "withdrawn", "communication", "peer"]
 
 
 class RankFailedError(RuntimeError):
@@ -17,7 +17,8 @@ class RankFailedError(RuntimeError):
         rank: Its number; None when all hang.
         kind: "user": the function raised. "infrastructure": the process died, or the storage failed. "out_of_memory": the
             GPU's memory or the machine's did not suffice. "preemption": the process was terminated (SIGTERM). "final": trying
-            again cannot help. "withdrawn", "communication" and "peer": the consequence of another rank's failure.
+            again cannot help. "unprepared": the machine lacks what the ranks of earlier attempts had, such as the storage.
+            "withdrawn", "communication" and "peer": the consequence of another rank's failure.
         original: The exception of the rank, where this process could rebuild it.
         traceback: The rank's own traceback, of the training function's frames; empty if its process died.
         was_killed: Whether SIGKILL ended its process, which another rank's failure does not cause.

@@ -37,6 +37,7 @@ _BUDGETS: dict[RankFailureKind, FailureKind] = {
     "out_of_memory": "out_of_memory",
     "user": "user",
     "preemption": "preemption",
+    "unprepared": "infrastructure",
     "infrastructure": "infrastructure",
     "withdrawn": "user",  # the rank that withdrew has caught its own error
     "communication": "infrastructure",
@@ -123,6 +124,19 @@ def of_exception(
     if kind == "out_of_memory" and is_gpu_shared and not isinstance(error, MemoryError):
         return "infrastructure"
     return "infrastructure" if kind == "user" and not in_function else kind
+
+
+def of_start(error: BaseException, *, resumes: bool, num_machines: int) -> RankFailureKind:
+    """Return the kind of an error before the function runs that a rank on this machine would meet again.
+
+    Args:
+        error: The error.
+        resumes: Whether the attempt resumes from a checkpoint of its run: earlier ranks have come further.
+        num_machines: How many machines of a cluster the attempt has; 0 for this one without a cluster.
+
+    """
+    may_be_machines = num_machines > 1 or (num_machines == 1 and isinstance(error, StorageNotSeenError))
+    return "unprepared" if resumes and may_be_machines else "final"
 
 
 def is_of_gpu(error: BaseException | None) -> bool:

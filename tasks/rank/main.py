@@ -26,7 +26,7 @@ from prefect_torch.ckpt.storage.retry import LoginError
 from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_unless
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import StorageNotSeenError
-from prefect_torch.tasks.rank.failures import of_exception
+from prefect_torch.tasks.rank.failures import of_exception, of_start
 from prefect_torch.tasks.rank.plain_result import encode_result
 from prefect_torch.tasks.rank.program.call import call_in_session, failure_of, flush_output
 from prefect_torch.tasks.rank.program.group_store import GroupStore
@@ -88,7 +88,7 @@ def _write_utf8() -> None:
 
 
 class _FinalError(Exception):
-    """An error before the function runs that another attempt would meet again."""
+    """An error before the function runs that another attempt on this machine would meet again."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -126,7 +126,8 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
         if result.kind is None and session.is_cut_short:
             key_value.set(CUT_SHORT_KEY, b"")
     except _FinalError as exc:
-        return failure_of(exc.error, "final")
+        num_machines = 0 if spec.master_host is None else spec.num_nodes
+        return failure_of(exc.error, of_start(exc.error, resumes=spec.resumes, num_machines=num_machines))
     except Exception as exc:  # noqa: BLE001 - returned as the result
         return failure_of(exc, of_exception(exc, in_function=False))
     return result

@@ -93,6 +93,12 @@ class RankSpec:
         """The storages that it reads: of the run, and of the checkpoint that is restored."""
         return (self.storage,) if self.restored is None else (self.storage, self.restored.storage)
 
+    @property
+    def resumes(self) -> bool:
+        """Whether it restores a checkpoint of its own run, which ranks of an earlier attempt have committed."""
+        ref = self.restored
+        return ref is not None and not self.evaluates and (ref.storage, ref.run) == (self.storage, self.run)
+
     def environment(self) -> dict[str, str]:
         """Return the variables that torchrun would set, and those that choose the rank's GPUs.
 

@@ -1,9 +1,10 @@
-"""The machines that a training avoids for some minutes: they were lost, or only their ranks failed, again and again."""
+"""The machines that a training avoids for some minutes: they were lost, lack something, or fail again and again."""
 
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from prefect_torch.ckpt.text import show_some
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .machine import RemoteMachine
@@ -78,6 +79,15 @@ class AvoidedMachines:
             self._num_faults,
         )
         return True
+
+    def record_unprepared(self, names: Collection[str]) -> None:
+        """Avoid machines that lack what earlier attempts of a training had, such as its storage or a package."""
+        self._avoid(names)
+        get_run_logger().warning(
+            "machine %s is avoided for %.0f minutes: it lacks what earlier attempts had, as the error of its rank says",
+            show_some(sorted(names)),
+            _AVOID_S / 60,
+        )
 
     def _avoid(self, names: Iterable[str]) -> None:
         self._since_s.update(dict.fromkeys(names, time.monotonic()))

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
-from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError
+from prefect_torch.tasks.rank.errors import NotEnoughMachinesError, RankFailedError, RankFailureKind
 from prefect_torch.tasks.rank.resources.open_files import allow_open_files
 from prefect_torch.tasks.run_logs import get_run_logger
 
@@ -45,10 +45,10 @@ class Lease:
         """The names of the machines."""
         return tuple(machine.name for machine in self.machines)
 
-    def faulty(self, failure: RankFailedError) -> set[str]:
-        """Return the names of the machines whose ranks failed by themselves; none if that says nothing about the machines."""
-        ranks = [it.rank for it in (failure, *failure.others)]
-        if failure.kind != "infrastructure" or None in ranks:
+    def faulty(self, failure: RankFailedError, kind: RankFailureKind = "infrastructure") -> set[str]:
+        """Return the names of the machines whose ranks failed by themselves; none if the failure is of another kind."""
+        ranks = [it.rank for it in (failure, *failure.others) if it.kind == kind]
+        if failure.kind != kind or None in ranks:
             return set()
         ends = list(accumulate(self.num_ranks))  # neighbouring ranks share a machine
         return {self.names[bisect_right(ends, rank)] for rank in ranks if rank is not None}
@@ -159,6 +159,8 @@ class Machines:
     def _record_failure(self, lease: Lease, failure: RankFailedError) -> bool:
         """Record which machines were at fault, and return whether the next attempt may have those of this one."""
         is_bad = self._avoided.record_faults(lease.machines, lease.faulty(failure))
+        if failure.kind == "unprepared":
+            self._record_unprepared(lease, failure)
         if failure.kind in _OF_THE_FUNCTION:
             self._num_faults = 0
         elif failure.kind == "infrastructure":
@@ -167,6 +169,14 @@ class Machines:
             return False
         is_whole = sum(lease.num_ranks) == self._most and not self._avoided.record_losses(lease.machines)
         return is_whole and not is_bad and self._num_faults < _MOST_FAULTS
+
+    def _record_unprepared(self, lease: Lease, failure: RankFailedError) -> None:
+        """Avoid machines that lack what earlier attempts had; the failure is final if all of several do."""
+        unprepared = lease.faulty(failure, "unprepared")
+        if len(unprepared) == len(lease.machines) > 1:
+            failure.kind = "final"
+        else:
+            self._avoided.record_unprepared(unprepared)
 
     def _request(self, fewest: int, most: int, avoid: frozenset[str], in_use: frozenset[str] = frozenset()) -> MachineRequest:
         return MachineRequest(fewest, most, self._use_gpu, avoid | in_use, in_use, self._avoided.left_s(avoid))

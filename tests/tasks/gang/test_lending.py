@@ -199,6 +199,20 @@ def test_failures_on_a_machine_are_counted_only_in_a_row(monkeypatch, caplog, be
         assert "machine b is avoided" in caplog.text
 
 
+@pytest.mark.parametrize(("unprepared", "kind", "left"), [((1,), "unprepared", "a"), ((1, 0), "final", "ab")])
+def test_a_machine_that_lacks_something_is_avoided_at_once_and_if_all_do_it_is_not_theirs(unprepared, kind, left, monkeypatch):
+    monkeypatch.setattr(avoided, "get_run_logger", lambda: logging.getLogger("avoided"))
+    first, *others = (RankFailedError(f"rank {rank} failed", rank, "unprepared") for rank in unprepared)
+    first.others = tuple(others)
+    with closing(Machines(Hosts(["a", "b"], **HERE), 1, 2, use_gpu=False)) as machines:
+        monkeypatch.setattr(gathering, "_MORE_S", 60.0)
+        with suppress(RankFailedError), machines.lend(lambda: None):
+            raise first
+        assert first.kind == kind
+        with machines.lend(lambda: None) as lease:
+            assert lease.names == tuple(left)
+
+
 class Pods(Cluster):
     """A cluster that chooses the machines of numbered pods anew for each request, as Kubernetes does."""
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,21 @@ from prefect_torch.ckpt import (
     StateMismatchError,
     StorageError,
     StorageFullError,
+    StorageSpec,
     UnsupportedFormatError,
 )
 from prefect_torch.ckpt.errors import ReportWithdrawnError
-from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.failures import cause_first, cause_of, hint_at_death, is_of_gpu, of_exception, of_returncode
+from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
+from prefect_torch.tasks.rank.errors import RankFailedError, StorageNotSeenError
+from prefect_torch.tasks.rank.failures import (
+    cause_first,
+    cause_of,
+    hint_at_death,
+    is_of_gpu,
+    of_exception,
+    of_returncode,
+    of_start,
+)
 from prefect_torch.tasks.rank.program import call
 from rank_specs import rank_spec
 from torch import distributed
@@ -52,6 +63,32 @@ def test_what_a_training_raises_is_pickled_where_exceptions_bring_their_causes_a
     assert (original.args, original.__cause__.traceback) == (("lr",), "its traceback")
     assert str(pickle.loads(pickle.dumps(failed)).original) == "'lr'"
     assert failed.original.__cause__ is failed
+
+
+@pytest.mark.parametrize(
+    ("error", "resumes", "num_machines", "kind"),
+    [
+        (ImportError(), True, 2, "unprepared"),
+        (ImportError(), True, 1, "final"),
+        (ImportError(), False, 2, "final"),
+        (StorageNotSeenError(), True, 1, "unprepared"),
+        (StorageNotSeenError(), False, 2, "final"),
+        (StorageNotSeenError(), True, 0, "final"),
+    ],
+)
+def test_what_a_rank_lacks_may_be_its_machines_once_others_have_come_further(error, resumes, num_machines, kind):
+    assert of_start(error, resumes=resumes, num_machines=num_machines) == kind
+
+
+def test_a_run_is_resumed_by_ranks_that_train_it_further():
+    own = StorageSpec("/store")
+    restored = CheckpointRef(own, "run", "000001-00000004-8260df80")
+    spec = rank_spec(storage=own, restored=restored)
+    assert spec.resumes
+    assert not replace(spec, restored=None).resumes
+    assert not replace(spec, evaluates=True).resumes
+    assert not replace(spec, restored=replace(restored, run="other")).resumes
+    assert not replace(spec, restored=replace(restored, storage=StorageSpec("/other"))).resumes
 
 
 def key_error(text, cause):
