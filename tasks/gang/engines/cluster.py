@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -87,7 +87,7 @@ class Agents(Protocol):
 
         It is killed, with all its descendants, when the machines are released or this process is gone. If it exits before its
         agents have connected, its last lines are reported as the reason. A line "room for 3: …" states the number of ranks that
-        the cluster has room for, so that the leader does not wait for more.
+        the cluster has room for, so that the leader waits for as many, and not for more.
         """
         ...
 
@@ -108,6 +108,14 @@ class Agents(Protocol):
 
     def late(self) -> set[str]:
         """Return the names of the agents that were expected and have not come: once `is_over`, nobody has a use for them."""
+        ...
+
+    def announce(self, names: Collection[str]) -> None:
+        """Say which agents are on their way, by their names, in place of what was said before.
+
+        An attempt that may have fewer ranks waits for them as long as for the fewest, and for others for seconds only. Those
+        of a command that states the room of its cluster need no announcement.
+        """
         ...
 
     def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:

@@ -34,6 +34,7 @@ _OUT_OF_MEMORY = "OOMKilled"
 _ENDED = {"Failed", "Succeeded"}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
 _SUSPENDED = "Suspended"  # a normal event: what queues Jobs suspends them until it admits them
+_STARTING = {"ContainerCreating", "PodInitializing"}  # on a machine, which pulls the image for minutes
 
 
 class KubernetesApi:
@@ -158,8 +159,8 @@ class KubernetesApi:
             for condition in pod.status.conditions or []:
                 if condition.reason == "Unschedulable":
                     found[number] = (f"unschedulable: {condition.message}", False)
-        refusal = self._refusal(pods) if missing else None
-        return found if refusal is None else {**found, **dict.fromkeys(missing, (refusal, False))}
+        refusal = self._refusal(pods) or "Kubernetes has not created it yet" if missing else ""
+        return {**found, **dict.fromkeys(missing, (refusal, False))}
 
     def ends(self, pods: AgentPods) -> dict[int, AgentEnd]:
         """Return, by their numbers, why pods have ended, without those that are gone; wait for the answer for seconds only."""
@@ -196,6 +197,11 @@ class KubernetesApi:
 
     def _own_pod(self) -> Any:
         return self._core.read_namespaced_pod(_own_name(), self._own_namespace, **_TIMES)
+
+
+def is_starting(reason: str) -> bool:
+    """Return whether a pod that does not run yet, for this reason, has a machine on which it is about to."""
+    return reason.partition(":")[0] in _STARTING
 
 
 def _end(pod: Any) -> AgentEnd:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from .cluster import AgentEnd, Agents, Cluster, MachineRequest
-from .kubernetes_api import KubernetesApi
+from .kubernetes_api import KubernetesApi, is_starting
 from .kubernetes_job import AgentPods, machine_of, number_of, pod_name, pod_of
 
 _POLL_S = 2.0
@@ -141,6 +141,8 @@ def _watch(cluster: KubernetesApi, pods: AgentPods, agents: Agents, ended: threa
         with suppress(*cluster.errors, OSError):  # the next poll tries again
             problems = {pod_name(number): problem for number, problem in cluster.problems(pods).items()}
             agents.delay({name: reason for name, (reason, _) in problems.items()})
+            waiting = {name for name, (reason, _) in problems.items() if not is_starting(reason)}
+            agents.announce({pod_name(number) for number in range(pods.num_pods)} - waiting)
             for name, (reason, is_hopeless) in problems.items():
                 if is_hopeless:
                     agents.fail(name, reason)

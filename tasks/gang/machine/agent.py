@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = _take_gpus(options.slots, options.leader) if options.gpus else None
     slots = options.slots or 1 if gpus is None else len(gpus.locks)
     place = int(os.environ.get(_PLACE_VARIABLE, "0"))
-    return agent.run({"name": options.name, "slots": slots, "place": place, "address": address, "versions": versions()}, gpus)
+    machine = {"name": options.name, "slots": slots, "asked": options.slots, "place": place, "address": address}
+    return agent.run({**machine, "versions": versions()}, gpus)
 
 
 def _own_name() -> str:

@@ -28,6 +28,7 @@ class AgentListener:
     Attributes:
         host: The address.
         port: The port.
+        num_coming: How many agents have proved that they know the key, and have not been accepted yet: they list their GPUs.
 
     """
 
@@ -37,6 +38,7 @@ class AgentListener:
         self.host, self.port = host, self._socket.getsockname()[1]
         self._key = key
         self._accept = accept
+        self.num_coming = 0
         self._unknown: OrderedDict[int, socket.socket] = OrderedDict()
         self._changing = threading.Lock()
         threading.Thread(target=self._listen, name="agents", daemon=True).start()
@@ -74,19 +76,29 @@ class AgentListener:
             time.sleep(_PAUSE_S)
 
     def _greet(self, connection: socket.socket) -> None:
-        number = connection.fileno()
+        if (link := self._known(connection)) is None:
+            return
         try:
-            try:
-                link = greet_agent(connection, self._key, _GREETING_S, SILENT_S)
-            finally:
-                with self._changing:
-                    if self._unknown.get(number) is connection:
-                        del self._unknown[number]
-            hello, _ = link.receive()  # an agent takes the GPUs first, which may last for seconds
+            hello, _ = link.receive()  # an agent takes the GPUs first, which may last for minutes
+            self._accept(link, hello)
         except LinkError:
             connection.close()
-            return
-        self._accept(link, hello)
+        finally:
+            with self._changing:
+                self.num_coming -= 1
+
+    def _known(self, connection: socket.socket) -> Link | None:
+        """Return the link to an agent, which is coming from then on; None if the other end does not know the key."""
+        number, link = connection.fileno(), None
+        with suppress(LinkError):
+            link = greet_agent(connection, self._key, _GREETING_S, SILENT_S)
+        with self._changing:
+            if self._unknown.get(number) is connection:
+                del self._unknown[number]
+            self.num_coming += link is not None
+        if link is None:
+            connection.close()
+        return link
 
 
 def _shut(connection: socket.socket) -> None:

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -22,7 +22,7 @@ from .machine import Pulse, RemoteMachine
 from .versions import explain_mixture
 
 _START_S = 60.0  # until an agent has come; longer than the slowest start of an interpreter from a cold network disk
-_MORE_S = 10.0  # how long to wait for more machines than are needed
+_MORE_S = 10.0  # how long to wait for more machines than are needed, of which it is not known whether they come
 _END_S = 2.0
 _POLL_S = 0.05
 _OF_ADDRESS = (socket.EAI_NONAME, errno.EADDRNOTAVAIL)
@@ -54,6 +54,8 @@ class Gathering:
         self._came: dict[str, RemoteMachine] = {}
         self._failed: dict[str, str] = {}
         self._delays: Mapping[str, str] = {}
+        self._announced: frozenset[str] = frozenset()
+        self._asked = 0  # how many ranks the agents that said hello were to take, with or without room for them
         self._returned: set[str] = set()  # kinds of delays
         self._explain: Callable[[str], AgentEnd | None] | None = None
         self._launchers: list[tuple[AgentLauncher, list[str]]] = []
@@ -102,6 +104,10 @@ class Gathering:
         """Return the names of the agents that were expected and have not come."""
         return set(self._expected) - self._came_as()
 
+    def announce(self, names: Collection[str]) -> None:
+        """Say which agents are on their way, by their names, in place of what was said before."""
+        self._announced = frozenset(names)
+
     def explain_ends(self, explain: Callable[[str], AgentEnd | None]) -> None:
         """Ask `explain` why an agent that came has ended."""
         self._explain = explain
@@ -121,6 +127,8 @@ class Gathering:
 
         They are in the expected order, and those of one expected name in the order of Slurm's nodes, else of their names.
 
+        If they suffice for the fewest ranks, others are awaited while it is known that they come, and ten seconds longer.
+
         Args:
             raise_if_requested: Called repeatedly while this waits.
             everyone: Wait for all machines that are expected by their names, also for those that the ranks do not need.
@@ -136,7 +144,7 @@ class Gathering:
             has_all = all(name in came_as or name in self._failed for name in self._expected)
             if has_all or (room >= self._most() and not awaits_names):
                 break
-            enough_s = (enough_s or now_s) if room >= self._wanted.fewest else None
+            enough_s = (enough_s or now_s) if room >= self._wanted.fewest and not self._more_are_coming() else None
             if enough_s is not None and not awaits_names and now_s - enough_s > _MORE_S:
                 break
             time.sleep(_POLL_S)
@@ -220,6 +228,13 @@ class Gathering:
     def _most(self) -> int:
         return self._wanted.most if self.counted is None else min(self._wanted.most, self.counted[1])
 
+    def _more_are_coming(self) -> bool:
+        """Return whether some agent has yet to come: it lists its GPUs, or the cluster has announced or counted it."""
+        came_as = self._came_as()
+        is_announced = any(name not in came_as and name not in self._failed for name in self._announced)
+        is_counted = self.counted is not None and self._asked < self._most()
+        return self._listener.num_coming > 0 or is_announced or is_counted
+
     def _fail_all(self, names: list[str], reason: str) -> None:
         for name in names:
             self.fail(name, reason)
@@ -233,6 +248,7 @@ class Gathering:
             return
         refusal = _NO_GPU if machine.slots < 1 else explain_mixture(hello["versions"])
         with self._changing:
+            self._asked += hello.get("asked") or machine.slots
             if refusal is not None:
                 self.fail(self._cluster.expected_name(machine.name), refusal)
             elif self.is_over:

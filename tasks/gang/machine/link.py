@@ -25,6 +25,7 @@ _LONGEST_HEADER = 1 << 26
 _LONGEST_BODY = 1 << 32
 _CHUNK = 1 << 20
 _HEARTBEAT = {"type": "heartbeat"}
+_KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4}  # tcp(7); seconds, seconds, a number
 # Of linux/tcp.h, since 6.15. Else packets that were lost are sent again after 6 and then after 13 seconds: a network that is
 # back after 7 counts as gone for 13.
 _TCP_RTO_MAX_MS, _SEND_AGAIN_MS = 44, 1000
@@ -194,7 +195,16 @@ def _exactly(connection: socket.socket, num_bytes: int, deadline_s: float) -> by
     return data
 
 
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel end a connection, on which nothing may be sent, a quarter of a minute after the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def _set_options(connection: socket.socket, give_up_s: float) -> None:
+    keep_alive(connection)  # heartbeats begin with the agent's hello
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a send into a cut link blocks for a quarter of an hour
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(give_up_s * 1000))

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from .link import keep_alive
+
 _CONNECT_S = 5.0  # how long connecting may take, and the shortest time between two attempts
 _MOST_FAILURES = 4  # in a row: each stands for three packets of the kernel, of which a bad network loses many
-_KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 4}  # tcp(7); seconds, seconds, a number
 # Errors of this process or machine, which say nothing about the other machine.
 _OF_OWN = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, errno.EAGAIN}
 _MOST_HELD = 64  # connections from others, more than watch this machine; one more closes the oldest
@@ -85,10 +86,7 @@ class Neighbours:
 
 def _wait_for_end(connection: socket.socket) -> None:
     connection.settimeout(None)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    keep_alive(connection)
     with suppress(OSError):
         while connection.recv(1):
             pass

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ from prefect_torch.tasks.gang.engines import agent_process, client_process, ray_
 from prefect_torch.tasks.gang.engines.cluster import Cluster, MachineRequest
 from prefect_torch.tasks.gang.machine import agent
 from prefect_torch.tasks.gang.machine import gathering as gathering_module
+from prefect_torch.tasks.gang.machine import machine as machine_module
 from prefect_torch.tasks.gang.machine.gathering import gather
 from prefect_torch.tasks.gang.machine.launcher import AgentLauncher
-from prefect_torch.tasks.gang.machine.link import Link, LinkError
+from prefect_torch.tasks.gang.machine.link import Link, LinkError, greet_leader
 from prefect_torch.tasks.gang.machine.machine import RemoteMachine
 from prefect_torch.tasks.gang.machine.versions import versions
 from prefect_torch.tasks.gang.processes.fork_servers import ProcessContext
@@ -243,6 +245,65 @@ def test_an_agent_that_says_hello_when_an_attempt_begins_is_sent_away():
         gathering.wait(lambda: None)
         gathering._enter(link, {"name": "late", "address": "127.0.0.1", "slots": 1, "versions": versions()})
         assert link.sent == [{"type": "refused", "reason": "the attempt has begun without it"}]
+
+
+@pytest.fixture
+def greeted(monkeypatch):
+    """Return what gives the agent's end of a link whose other end the leader has accepted, and which sends no heartbeats."""
+    monkeypatch.setattr(machine_module, "SILENT_S", math.inf)
+    with ExitStack() as links:
+
+        def greet(gathering):
+            connection = socket.create_connection((gathering._listener.host, gathering._listener.port))
+            link = greet_leader(connection, gathering.key, 60, 60)
+            links.callback(link.close)
+            wait_until(lambda: not gathering._listener._unknown, "the leader knows it")
+            return link
+
+        yield greet
+
+
+def hello(name, **more):
+    return {"type": "hello", "name": name, "address": "127.0.0.1", "slots": 1, "versions": versions(), **more}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_machine_that_lists_its_gpus_is_awaited_though_others_suffice(greeted, monkeypatch, ends):
+    """That takes some machines a minute longer than others, whose attempt would do without them for good."""
+    monkeypatch.setattr(gathering_module, "_MORE_S", 0.0)
+    with gather(Roomy(leader_address="127.0.0.1"), MachineRequest(1, 2, use_gpu=False, avoid=frozenset())) as gathering:
+        gathering.expect("others")
+        slow, quick = greeted(gathering), greeted(gathering)
+        quick.send(hello("quick"))
+        looks = []
+
+        def look():
+            looks.extend(gathering._alive())
+            if len(looks) == 4 and ends:
+                slow.close()
+            elif len(looks) == 4:
+                slow.send(hello("slow"))
+
+        assert {machine.name for machine in gathering.wait(look)} == ({"quick"} if ends else {"quick", "slow"})
+        assert len(looks) >= 4
+
+
+def test_a_machine_that_its_command_has_counted_is_awaited_though_others_suffice(greeted, monkeypatch):
+    """As one of Ray's, which are reserved; one that has room for fewer ranks than were counted has come as well."""
+    monkeypatch.setattr(gathering_module, "_MORE_S", 0.0)
+    monkeypatch.setattr(gathering_module.Gathering, "counted", ("room for 6: reserved", 6))
+    with gather(Roomy(leader_address="127.0.0.1"), MachineRequest(1, 8, use_gpu=False, avoid=frozenset())) as gathering:
+        gathering.expect("others")
+        agents, looks = [greeted(gathering)], []
+        agents[0].send(hello("a", slots=1, asked=3))
+
+        def look():
+            looks.extend(gathering._alive())
+            if len(looks) == 4:
+                agents.append(greeted(gathering))
+                agents[1].send(hello("b", slots=3, asked=3))
+
+        assert sorted(machine.slots for machine in gathering.wait(look)) == [1, 3]
 
 
 def test_an_agent_that_says_hello_when_the_wait_for_machines_was_broken_off_is_sent_away():

@@ -59,6 +59,9 @@ class Asked:
     def late(self):
         return set()
 
+    def announce(self, names):
+        pass
+
     def explain_ends(self, explain):
         pass
 
@@ -382,6 +385,8 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
     }
     try:
         problems = KubernetesApi(None).problems(replace(PODS, num_pods=4))
+        server.listed["events"] = []  # or the flow may not read them
+        unknown = KubernetesApi(None).problems(replace(PODS, num_pods=4))
     finally:
         server.stop()
     assert problems == {
@@ -389,6 +394,7 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
         1: ("ImagePullBackOff: no such image", True),
         3: (f"{reason}: {message}", False),
     }
+    assert unknown[3] == ("Kubernetes has not created it yet", False)
 
 
 def test_a_pod_that_has_ended_says_why(tmp_path, monkeypatch):
@@ -511,6 +517,33 @@ class Pods:
 
     def delete(self, pods):
         pass
+
+
+@pytest.mark.parametrize("reason", ["ContainerCreating", "unschedulable: 0/3 nodes", "Kubernetes has not created it yet"])
+def test_a_pod_that_pulls_its_image_is_awaited_and_one_that_has_no_machine_is_not(monkeypatch, reason):
+    """Where the other one suffices: a machine that is found takes minutes at most, and one that is not may take days."""
+    monkeypatch.setattr(kubernetes_cluster, "_POLL_S", 0.01)
+    pods = Pods({})
+    pods.problems = Mock(return_value={1: (reason, False)})
+    monkeypatch.setattr(kubernetes_cluster, "KubernetesApi", lambda _: pods)
+    monkeypatch.setattr(gathering_module, "_MORE_S", 0.0)
+    cluster, request = KubernetesCluster(image="image", leader_address="127.0.0.1"), replace(WANTED, most=2)
+    with gather(cluster, request) as gathering:
+        wait_until(lambda: pods.problems.call_count > 1, "the leader knows what the first look has found")
+        gathering._enter(OpenLink(), hello_of(0))
+        looks = []
+
+        def look():
+            looks.append(gathering)
+            if len(looks) == 4 and reason == "ContainerCreating":
+                gathering._enter(OpenLink(), hello_of(1))
+
+        names = [machine.name for machine in gathering.wait(look)]
+        assert names == (["node/0", "node/1"] if reason == "ContainerCreating" else ["node/0"])
+
+
+def hello_of(number):
+    return {"name": f"node/{number}", "address": "127.0.0.1", "versions": versions(), "slots": 1}
 
 
 def test_pods_are_looked_at_only_while_agents_are_awaited(monkeypatch):

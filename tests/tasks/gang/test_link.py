@@ -85,6 +85,13 @@ def test_what_was_lost_is_sent_again_each_second(greet):
         assert longest_ms == 1000
 
 
+def test_the_kernel_looks_at_a_link_on_which_nothing_is_sent(greet):
+    """As before an agent's hello, while it lists its GPUs: the leader would wait for a machine that is gone."""
+    for end in greet():
+        assert end._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 3
+
+
 def test_without_the_key_there_is_no_link_on_either_end(greet):
     leader, agent = greet(agent_key="guessed")
     assert isinstance(leader, LinkError)
