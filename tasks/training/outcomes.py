@@ -44,8 +44,8 @@ def safe_work(run: str, newest: str | None) -> str:
 
 
 def count_as_lost(failure: RankFailedError) -> None:
-    """Count a rank that was ended by SIGTERM as lost, where the attempt has committed nothing: it may recur forever."""
-    if failure.kind == "preemption" and failure.rank is not None:
+    """Count a rank or a machine that SIGTERM has ended as lost, where the attempt has committed nothing: it may recur."""
+    if failure.kind == "preemption":
         failure.kind = "infrastructure"
 
 

@@ -9,7 +9,7 @@ from agents import WITHOUT_COMPILER, agents
 from prefect_servers import assert_task_runs_of_ranks_are_final, wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
-from prefect_torch.flows import FailureConfig, Hosts, RunConfig, ScalingConfig, train
+from prefect_torch.flows import FailureConfig, Hosts, RankFailedError, RunConfig, ScalingConfig, train
 from prefect_torch.tasks.gang import gang
 
 pytestmark = pytest.mark.timeout(200)
@@ -35,6 +35,22 @@ def test_a_training_that_completes_within_the_grace_of_its_machine_is_not_repeat
     assert result.return_value == "complete"
     (outcome,) = read_outcomes(CheckpointStore.open(run.storage, "run"))
     assert outcome.ending == "completed"
+
+
+def test_machines_that_are_taken_away_before_any_checkpoint_are_failures_of_the_infrastructure(tmp_path):
+    """As at a time limit that is too short: nothing would ever be saved, without an end."""
+    run = RunConfig(name="run", storage=str(tmp_path / "store"))
+    failure = FailureConfig(grace_s=0, max_infrastructure_failures=1)
+    with pytest.raises(RankFailedError, match="machine a is being terminated"):
+        train(
+            "machine_trainings:lose_the_machine",
+            {"attempts": 2},
+            ScalingConfig(cluster=Hosts(["a"], **HERE)),
+            run,
+            failure=failure,
+        )
+    outcomes = read_outcomes(CheckpointStore.open(run.storage, "run"))
+    assert [(it.ending, it.kind) for it in outcomes] == [("failed", "infrastructure")] * 2
 
 
 def test_a_rank_its_guard_and_an_agent_are_killed_one_after_the_other(tmp_path):

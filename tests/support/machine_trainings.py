@@ -154,12 +154,22 @@ def wait_for(condition, what: str) -> None:
 def complete_on_a_terminated_machine(config: dict) -> str:
     """Have rank 0 send SIGTERM to the agent of this machine; both ranks return once the leader knows of it."""
     if get_context().world_rank == 0:
-        agent = next(it for it in psutil.Process().parents() if AGENT in it.cmdline())
-        agent.terminate()
+        own_agent().terminate()
         while not api._session._rounds._is_terminating():  # `should_checkpoint` would be told to end
             time.sleep(0.01)
     dist.barrier()
     return "complete"
+
+
+def lose_the_machine(config: dict) -> None:
+    """In the first attempts, have this machine taken away before anything is committed."""
+    if get_context().attempt <= config["attempts"]:
+        own_agent().terminate()
+        threading.Event().wait()
+
+
+def own_agent() -> psutil.Process:
+    return next(it for it in psutil.Process().parents() if AGENT in it.cmdline())
 
 
 def fail_beside_a_rank_that_waits(config: dict) -> int:
