@@ -48,6 +48,7 @@ class Gang:
         task_runs: The task run of each rank that is started.
         machines: The machines of the ranks; empty for this one.
         watch: Detects lost and hanging ranks.
+        num_ranks: The number of ranks.
         stop_order: The order to stop the ranks, which `stop` gives and waits for.
 
     """
@@ -61,6 +62,7 @@ class Gang:
     ) -> None:
         self.task_runs: dict[int, UUID] = {}
         self.machines = machines
+        self.num_ranks = len(specs)
         self.stop_order = StopOrder()
         self._logs = logs
         self._groups = group_ranks(specs)

@@ -12,7 +12,7 @@ from prefect_torch.tasks.gang.machine.partition import Partition
 from prefect_torch.tasks.gang.machine.regrowth import Regrowth
 from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
 from prefect_torch.tasks.rank.failures import cause_of
-from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, heartbeat_key
+from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, are_joining, heartbeat_key
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .gang import POLL_S, Gang, wait_until
@@ -74,7 +74,7 @@ class GangRun:
         self._regrowth = regrowth
         self._is_regrowing = False
         self._receiver = EventReceiver(key_value)
-        self._partition = Partition(gang.machines)
+        self._partition = Partition(gang.machines, self._are_joining)
         self._heartbeats_due_s = 0.0
 
     def run(self) -> Any:
@@ -194,6 +194,9 @@ class GangRun:
             self._heartbeats_due_s = time.monotonic() + RANK_HEARTBEAT_S
             self._gang.watch.record_heartbeats({rank: self._key_value.add(heartbeat_key(rank), 0) for rank in running})
         return self._gang.watch.problem(running) or self._partition.problem()
+
+    def _are_joining(self) -> bool:
+        return are_joining(self._key_value, self._gang.num_ranks)
 
     def _has_failed(self) -> bool:
         return has_failure(self._key_value) or self._gang.has_failed()

@@ -131,4 +131,5 @@ def _place(first: RankSpec, lease: Lease | None) -> list[RankSpec]:
     """Return the ranks of an attempt, on the machines of its lease, or all on this one."""
     if lease is None:
         return on_machines(first, (first.world_size,))
-    return on_machines(replace(first, master_host=lease.machines[0].address), lease.num_ranks, lease.names)
+    machines = {machine.address: machine.name for machine in lease.machines}
+    return on_machines(replace(first, master_host=lease.machines[0].address, machines=machines), lease.num_ranks, lease.names)

@@ -29,10 +29,10 @@ from prefect_torch.tasks.rank.errors import StorageNotSeenError
 from prefect_torch.tasks.rank.failures import of_exception, of_start
 from prefect_torch.tasks.rank.plain_result import encode_result
 from prefect_torch.tasks.rank.program.call import call_in_session, failure_of, flush_output
-from prefect_torch.tasks.rank.program.group_store import GroupStore
+from prefect_torch.tasks.rank.program.group_store import GroupStore, machines_named
 from prefect_torch.tasks.rank.program.node_store import open_node
 from prefect_torch.tasks.rank.program.orderly_end import end_in_order
-from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect
+from prefect_torch.tasks.rank.rendezvous import CUT_SHORT_KEY, TERMINATION_KEY, TcpKeyValue, connect, joining
 from prefect_torch.tasks.rank.resources.cpus import default_threads
 from prefect_torch.tasks.rank.resources.device import take_device, wait_for_kernels
 from prefect_torch.tasks.rank.resources.interfaces import interface_variables
@@ -119,7 +119,8 @@ def _run(spec: RankSpec, held: ExitStack, group: ExitStack) -> RankResult:
             store = store or _open_run(spec)
             backend = _check_backend(spec, device)
         session = _session(spec, store, key_value)
-        _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
+        with joining(key_value), machines_named(spec):
+            _join_process_group(spec, backend, device, key_value if group_store is None else group_store.key_value)
         if group_store is not None:
             group.callback(group_store.close, spec, key_value)
         result = call_in_session(function, config, session, spec)

@@ -2,14 +2,17 @@
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
+
 TERMINATION_KEY = "termination requested"  # ranks have the grace for a last checkpoint
 CUT_SHORT_KEY = "cut short"  # rank 0's function was asked to end, or was ended by its report, because of TERMINATION_KEY
+_JOINING_KEY, _JOINED_KEY = "joining", "joined"  # how many ranks have begun to connect to each other, and have done so
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 WITHIN_LEADER = timedelta(seconds=8)  # for `connect` by a thread of the leader, whose rendezvous listens already
 LONGEST_IMPORT_S = 1800.0  # how much longer one rank may import a training function than another
@@ -25,6 +28,19 @@ _IN_PARTS = b"prefect-torch: parts "
 def heartbeat_key(rank: int) -> str:
     """Return the key of the heartbeats of a rank's supervisor, a counter."""
     return f"heartbeat/{rank}"
+
+
+@contextmanager
+def joining(key_value: KeyValue) -> Iterator[None]:
+    """Connect this rank to the others in the context; see `are_joining`."""
+    key_value.add(_JOINING_KEY, 1)
+    yield
+    key_value.add(_JOINED_KEY, 1)
+
+
+def are_joining(key_value: KeyValue, num_ranks: int) -> bool:
+    """Return whether all ranks have begun to connect to each other, and some have not done so yet."""
+    return key_value.add(_JOINED_KEY, 0) < num_ranks == key_value.add(_JOINING_KEY, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ class RankSpec:
         master_host: The address of rank 0's machine, where rank 0 serves the store of the process groups; None on one machine,
             where that is the rendezvous.
         node_name: The name of its machine in messages; None on one machine.
+        machines: The names of all machines by their addresses; empty on one machine.
         working_dir: The directory in whose copy it runs; None for that of the flow's process.
         ranks_at_once: How many ranks of its gang and others compute on the CPUs of its machine at a time, if more than its own.
 
@@ -77,6 +78,7 @@ class RankSpec:
     master_host: str | None = None
     has_node_store: bool = False
     node_name: str | None = None
+    machines: Mapping[str, str] = field(default_factory=dict)
     working_dir: StoredDirectory | None = None
     ranks_at_once: int = 1
     verify: VerifyLevel = "digest"

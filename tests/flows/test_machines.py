@@ -77,6 +77,17 @@ def test_ranks_on_two_hosts_are_told_where_they_are(hosts, run, monkeypatch):
     assert [(file.path, file.rank) for file in manifest.files] == [(f"rank{rank}", rank) for rank in range(3)]
 
 
+def test_machines_that_never_reached_each_other_are_named(hosts, run):
+    """As behind a firewall that lets them reach only the flow's machine and that of rank 0."""
+    scaling = ScalingConfig(num_workers=3, cluster=cluster(hosts, "a", "b", "c", ranks_per_host=1))
+    failure = FailureConfig(max_infrastructure_failures=0)
+    with (
+        hosts.parted("b", "c"),
+        pytest.raises(RuntimeError, match=r"machine (b does not reach machine c|c does not reach machine b) at "),
+    ):
+        train("machine_trainings:tell_places", {}, scaling, run, failure=failure)
+
+
 def test_no_rank_is_started_unless_there_is_room_for_all(hosts, run, monkeypatch):
     monkeypatch.setenv("PREFECT_INTEGRATIONS_TORCH_FORK_RANKS", "false")  # nor is what forks them
     scaling = ScalingConfig(num_workers=3, cluster=cluster(hosts, "a", "b", "nowhere", ranks_per_host=1))

@@ -71,6 +71,20 @@ class Network:
     def mend(self, host: str) -> None:
         ip("-n", self._switch, "link", "set", f"port{self._numbers[host]}", "up")
 
+    @contextmanager
+    def parted(self, *hosts: str) -> Iterator[None]:
+        """Keep these hosts from each other in the context; they reach all others."""
+        try:
+            for host in hosts:
+                self._isolate(host, "on")
+            yield
+        finally:
+            for host in hosts:
+                self._isolate(host, "off")
+
+    def _isolate(self, host: str, how: str) -> None:
+        ip("-n", self._switch, "link", "set", f"port{self._numbers[host]}", "type", "bridge_slave", "isolated", how)
+
     def processes(self, host: str) -> list[psutil.Process]:
         """Return what runs on a host."""
         namespace, found = Path("/run/netns", self.namespace(host)).stat(), []

@@ -184,9 +184,9 @@ class Agent:
         else:
             self._order(header["rank"], header["type"])
 
-    def _report_unreached(self, machines: list[str]) -> None:
+    def _report_unreached(self, machines: list[str], unmet: list[str]) -> None:
         with suppress(LinkError):  # the leader is gone: the agent ends
-            self._link.send({"type": "unreached", "machines": machines})
+            self._link.send({"type": "unreached", "machines": machines, "unmet": unmet})
 
     def _order(self, rank: int, order: str) -> None:
         if rank in self._ranks:  # else it could not be started

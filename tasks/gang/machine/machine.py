@@ -42,6 +42,7 @@ class RemoteMachine:
         slots: For how many ranks it has room.
         place: Its number in the order of its cluster, if that has one; else 0.
         unreached: The names of other machines that it no longer reaches.
+        unmet: The names of other machines that its agent has never reached; its ranks may, over another network.
         lost: Why it is lost; None while it is not.
         is_out_of_memory: Whether it is lost since its processes used too much memory; known once a rank has finished.
         is_terminated: Whether its agent was sent SIGTERM: the machine is going to be taken away.
@@ -62,6 +63,7 @@ class RemoteMachine:
         self.slots = int(hello["slots"])
         self.place = int(hello.get("place", 0))
         self.unreached: frozenset[str] = frozenset()
+        self.unmet: frozenset[str] = frozenset()
         self.lost: str | None = None
         self.is_out_of_memory = False
         self.is_terminated = False
@@ -183,7 +185,7 @@ class RemoteMachine:
                 if message["type"] == "terminated":
                     self.is_terminated = True
                 elif message["type"] == "unreached":
-                    self.unreached = frozenset(message["machines"])
+                    self.unreached, self.unmet = frozenset(message["machines"]), frozenset(message["unmet"])
                 else:
                     self._ranks[message["rank"]].record(message, body)
         except LinkError as exc:

@@ -25,22 +25,24 @@ class Neighbours:
     """Holds a connection to the agent of each of some other machines, and reports which ones it no longer reaches.
 
     The kernels keep a connection alive and accept new ones, and nothing is sent: a slow step, a busy machine and an agent that
-    is stopped change nothing. A machine is reported only when its connection has died and no other can be made, and never if it
-    was not reached at all: the ranks may be connected in another way, and report it themselves if they are not.
+    is stopped change nothing. A machine is reported only when its connection has died and no other can be made; one that was
+    not reached at all is reported apart, since the ranks may be connected in another way.
 
     Args:
         address: The address of this machine, where it lets the others connect.
-        changed: Called, in a thread, with the names of the machines that are not reached any longer, whenever these change.
+        changed: Called, in a thread, with the names of the machines that are not reached any longer, and of those that never
+            were, whenever these change.
 
     Attributes:
         port: The port at which this machine lets the others connect; None if it can open none.
 
     """
 
-    def __init__(self, address: str, changed: Callable[[list[str]], None]) -> None:
+    def __init__(self, address: str, changed: Callable[[list[str], list[str]], None]) -> None:
         self.port: int | None = None
         self._changed = changed
         self._unreached: set[str] = set()
+        self._unmet: set[str] = set()
         self._watched: set[tuple[str, str, int]] = set()
         self._changing = threading.Lock()
         with suppress(OSError, RuntimeError):  # no descriptor or thread is left
@@ -68,20 +70,21 @@ class Neighbours:
             begun_s = time.monotonic()
             try:
                 with socket.create_connection(address, _CONNECT_S) as connection:
+                    self._record(name, is_reached=True, was_reached=was_reached)
                     was_reached, num_failures = True, 0
-                    self._record(name, is_reached=True)
                     _wait_for_end(connection)
             except OSError as exc:
                 num_failures += exc.errno not in _OF_OWN
-                if was_reached and num_failures >= _MOST_FAILURES:
-                    self._record(name, is_reached=False)
+                if num_failures >= _MOST_FAILURES:
+                    self._record(name, is_reached=False, was_reached=was_reached)
             time.sleep(max(0.0, begun_s + _CONNECT_S - time.monotonic()))
 
-    def _record(self, name: str, *, is_reached: bool) -> None:
+    def _record(self, name: str, *, is_reached: bool, was_reached: bool) -> None:
         with self._changing:
-            if is_reached == (name in self._unreached):
-                self._unreached ^= {name}
-                self._changed(sorted(self._unreached))
+            missed = self._unreached if was_reached else self._unmet
+            if is_reached == (name in missed):
+                missed ^= {name}
+                self._changed(sorted(self._unreached), sorted(self._unmet))
 
 
 def _wait_for_end(connection: socket.socket) -> None:

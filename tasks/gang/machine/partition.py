@@ -1,8 +1,8 @@
-"""Machines of an attempt that have lost each other while the leader reaches all of them."""
+"""Machines of an attempt that do not reach each other while the leader reaches all of them."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from prefect_torch.tasks.rank.errors import RankFailedError
 
@@ -10,6 +10,7 @@ from .machine import RemoteMachine
 
 _NUM_NEIGHBOURS = 8  # with as many after each machine, every two of up to 17 machines watch each other
 _SETTLE_S = 10.0  # until all machines have reported which ones they lost, or reach them again
+_JOINING_S = 60.0  # much longer than many ranks take to connect to each other
 _ASLEEP_S = 5.0  # a longer time between two looks means that this process was stopped itself
 
 
@@ -26,7 +27,7 @@ def watch_each_other(machines: Sequence[RemoteMachine]) -> None:
 
 def parted_from_others(machines: Sequence[RemoteMachine]) -> set[str]:
     """Return few machines, chosen greedily, without which the others reach each other; of two, the later one."""
-    pairs = _pairs(machines)
+    pairs = _pairs({machine.name: machine.unreached for machine in machines})
     order = {machine.name: number for number, machine in enumerate(machines)}
     found: set[str] = set()
     while pairs:
@@ -38,39 +39,63 @@ def parted_from_others(machines: Sequence[RemoteMachine]) -> set[str]:
 
 
 class Partition:
-    """Detects that machines have lost each other for good: their ranks would wait in a collective until it times out.
+    """Detects that machines do not reach each other, for which their ranks would wait until torch's own timeout.
+
+    That is so when they have lost each other for good, or if they never did while ranks try to connect to each other.
 
     Args:
         machines: The machines of the attempt.
+        are_joining: Returns whether all ranks are there, and some have yet to connect to each other.
         clock: Returns seconds of a monotonic clock.
 
     """
 
-    def __init__(self, machines: Sequence[RemoteMachine], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        machines: Sequence[RemoteMachine],
+        are_joining: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._machines = machines
+        self._are_joining = are_joining
         self._clock = clock
-        self._looked_s = self._whole_s = clock()
+        self._looked_s = self._whole_s = self._joined_s = clock()
 
     def problem(self) -> RankFailedError | None:
-        """Return the error of machines that no longer reach each other; None if all is well. To be called repeatedly."""
+        """Return the error of machines that do not reach each other; None if all is well. To be called repeatedly."""
         now_s = self._clock()
-        was_asleep = now_s - self._looked_s > _ASLEEP_S
+        if now_s - self._looked_s > _ASLEEP_S:
+            self._whole_s = self._joined_s = now_s
         self._looked_s = now_s
-        pairs = _pairs(self._machines)
-        if not pairs or was_asleep:
+        return self._lost(now_s) or self._never_reached(now_s)
+
+    def _lost(self, now_s: float) -> RankFailedError | None:
+        if not (pairs := _pairs({machine.name: machine.unreached for machine in self._machines})):
             self._whole_s = now_s
         if now_s - self._whole_s <= _SETTLE_S:
             return None
-        lost = "; ".join(" and ".join(pair) for pair in sorted(pairs))
-        return RankFailedError(
-            f"machines no longer reach each other, while all of them reach the flow's: {lost}. Their ranks would wait for each "
-            "other in a collective: look at the network between them",
-            None,
-            "infrastructure",
+        return _error(
+            "no longer", pairs, "Their ranks would wait for each other in a collective: look at the network between them"
         )
 
+    def _never_reached(self, now_s: float) -> RankFailedError | None:
+        pairs = _pairs({machine.name: machine.unmet for machine in self._machines})
+        if not (pairs and self._are_joining()):  # or the ranks have found another network
+            self._joined_s = now_s
+        if now_s - self._joined_s <= _JOINING_S:
+            return None
+        for machine in self._machines:
+            machine.unreached |= machine.unmet  # the next attempt avoids as few of them as after a loss
+        return _error("do not", pairs, "They connect to each other on any port, which a firewall must let pass")
 
-def _pairs(machines: Sequence[RemoteMachine]) -> set[tuple[str, str]]:
-    names = {machine.name for machine in machines}
-    found = {(machine.name, other) for machine in machines for other in machine.unreached if other in names}
+
+def _error(how: str, pairs: Collection[tuple[str, str]], why: str) -> RankFailedError:
+    shown = "; ".join(" and ".join(pair) for pair in sorted(pairs))
+    return RankFailedError(
+        f"machines {how} reach each other, while all of them reach the flow's: {shown}. {why}", None, "infrastructure"
+    )
+
+
+def _pairs(missed: Mapping[str, Collection[str]]) -> set[tuple[str, str]]:
+    found = {(name, other) for name, others in missed.items() for other in others if other in missed}
     return {(min(pair), max(pair)) for pair in found}

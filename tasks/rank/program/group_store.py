@@ -1,7 +1,10 @@
 """The store of the process groups of ranks on several machines, which rank 0 serves."""
 
 import os
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from prefect_torch.tasks.rank.resources.open_files import allow_open_files
@@ -60,13 +63,32 @@ class GroupStore:
             left = meeting.add(_LEFT_KEY, 0)
 
 
+@contextmanager
+def machines_named(spec: RankSpec) -> Iterator[None]:
+    """Raise an error of torch's that has the address of another machine, which the rank does not reach, with both names."""
+    import torch.distributed as dist  # noqa: PLC0415 - not before the rank has set its environment
+
+    try:
+        yield
+    except RuntimeError as exc:
+        others = (it for it in spec.machines.items() if it[1] != spec.node_name)
+        for address, name in others:
+            if re.search(rf"(?<![\w.:]){re.escape(address)}(?![\w.])", str(exc)):
+                raise dist.DistNetworkError(_unreached(spec, f"machine {name}", address, exc)) from exc
+        raise
+
+
 def _reach(spec: RankSpec, address: Address, whose: str, timeout_s: float | None) -> TcpKeyValue:
     import torch.distributed as dist  # noqa: PLC0415 - not before the rank has set its environment
 
     try:
         return connect(address, timeout_s)
     except dist.DistNetworkError as exc:
-        raise dist.DistNetworkError(
-            f"machine {spec.node_name} does not reach {whose} at {address.host}, port {address.port}: the machines of a "
-            f"training connect to the flow's machine and to each other on any port, which a firewall must let pass ({exc})"
-        ) from exc
+        raise dist.DistNetworkError(_unreached(spec, whose, f"{address.host}, port {address.port}", exc)) from exc
+
+
+def _unreached(spec: RankSpec, whose: str, where: str, exc: Exception) -> str:
+    return (
+        f"machine {spec.node_name} does not reach {whose} at {where}: the machines of a training connect to the flow's machine "
+        f"and to each other on any port, which a firewall must let pass ({exc})"
+    )

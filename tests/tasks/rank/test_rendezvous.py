@@ -1,4 +1,5 @@
 import os
+import re
 import resource
 import threading
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.tasks.rank import rendezvous
-from prefect_torch.tasks.rank.program.group_store import GroupStore
+from prefect_torch.tasks.rank.program.group_store import GroupStore, machines_named
 from prefect_torch.tasks.rank.rendezvous import Address, Rendezvous, TcpKeyValue, connect, wait_for_key
 from rank_specs import rank_spec
 from torch.distributed import DistNetworkError, DistStoreError
@@ -170,6 +171,25 @@ def test_rank_0_may_have_as_many_files_open_as_ranks_connect_to_it(monkeypatch):
     ((soft, hard),) = changed
     assert (soft > 2000, hard) == (True, 100_000)
     assert served.check("port of the process groups")
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("[x/gloo/pair.cc:152] timed out connecting: SO_ERROR: No route to host, remote=[10.0.0.3]:42900$2", "c"),
+        ("NCCL error: socketPollConnect: connect to 10.0.0.3<41233> failed : No route to host", "c"),
+        ("connect to 10.0.0.30<41233> failed, local=[10.0.0.2]:1", None),
+    ],
+)
+def test_an_address_in_an_error_of_a_rank_that_does_not_reach_another_is_named(text, other):
+    machines = {"10.0.0.2": "b", "10.0.0.3": "c"}
+    expected = text if other is None else f"machine b does not reach machine {other} at 10.0.0.3: "
+    with (
+        pytest.raises(RuntimeError, match=f"^{re.escape(expected)}") as caught,
+        machines_named(rank_spec(node_name="b", machines=machines)),
+    ):
+        raise RuntimeError(text)
+    assert isinstance(caught.value, DistNetworkError) == (other is not None)
 
 
 @pytest.mark.parametrize(("reaches_leader", "whose"), [(False, "the flow's machine"), (True, "rank 0's machine")])
