@@ -186,7 +186,7 @@ class Search:
             value = math.nan if score is None else as_float(score) * self._sign
             at = time_of(self.search_config.time_attr, request.step, request.num_reports, metrics)
             at = at if at is not None and math.isfinite(at) else math.nan
-            report = RungReport(at, value, request.checkpoint, request.num_reports)
+            report = RungReport(at, value, request.checkpoint, request.num_reports, trial.run)
             if trial.reports and _is_same(trial.reports[-1], report):  # asked again after a restart of this process
                 return Verdict(trial.state == "running", self._milestone_of(trial))
             if score is None or len(self.metrics) > 1:  # of several, no scheduler decides, and Optuna takes no reports
@@ -343,7 +343,8 @@ class Search:
         return f"{self._sweep}/trial-{number:04d}-{secrets.token_hex(4)}"
 
     def _resume(self, promotion: Promotion) -> TrialRecord:
-        self.recorded.record(TrialResumed(promotion.number, promotion.milestone, used_s=self.budget.used_s))
+        cloned = None if promotion.clone is None else self._clone(promotion.number, promotion.clone)
+        self.recorded.record(TrialResumed(promotion.number, promotion.milestone, cloned, used_s=self.budget.used_s))
         return self.trials[promotion.number]
 
     def take_excess(self, *, is_over: bool) -> tuple[tuple[int, str], ...]:

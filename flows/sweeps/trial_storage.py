@@ -128,7 +128,7 @@ def undecided(run: Run, trial: TrialRecord, points: DecisionPoints | None) -> It
         return
     manifests, records = list_manifests(run)[1], read_history(run)
     reports, decided = _Reports(records, manifests), {report.checkpoint for report in trial.reports}
-    last = trial.reports[-1].time if trial.reports else -math.inf
+    last = trial.own_reports[-1].time if trial.own_reports else -math.inf
     for manifest in manifests:
         count = trial.reports_before + reports.count_up_to(manifest.step)
         at = time_of(points.time_attr, manifest.step, count, manifest.reported)

@@ -109,7 +109,7 @@ class Simulation:
         asks = points is not None and (
             (points.milestone is not None and step >= points.milestone) or any(step >= it for it in points.stop.values())
         )
-        if asks and not search.decide(number, DecisionRequest(0, step, step, metrics, str(step))).goes_on:
+        if asks and not search.decide(number, DecisionRequest(0, step, step, metrics, f"{trial.run}/{step}")).goes_on:
             return False
         if step >= self.epochs:
             search.end(number, TrialEnd("completed", None, metrics))

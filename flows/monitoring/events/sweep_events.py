@@ -91,8 +91,8 @@ def _name_of(entry: TrialStarted | TrialResumed | TrialReported | TrialEnded) ->
     """Return the name of an entry's event; None if its trial only continues, which would be thousands of events."""
     if isinstance(entry, TrialStarted):
         return "started"
+    if isinstance(entry, TrialResumed | TrialReported) and entry.cloned is not None:
+        return "cloned"
     if isinstance(entry, TrialResumed):
         return "resumed"
-    if isinstance(entry, TrialReported) and entry.cloned is not None:
-        return "cloned"
     return None if entry.state == "running" else entry.state

@@ -88,20 +88,6 @@ class TrialEnded(TrialEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class TrialResumed(TrialEvent):
-    """A trial that had been paused, or had failed, starts again from its latest checkpoint.
-
-    Attributes:
-        trial: Its number.
-        milestone: As in `TrialStarted`.
-
-    """
-
-    trial: Count
-    milestone: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Source:
     """The checkpoint of another trial.
 
@@ -133,6 +119,22 @@ class Cloned:
     config: dict[str, Any]
     source: Source
     reports_before: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResumed(TrialEvent):
+    """A trial that had been paused, or had failed, starts again from its latest checkpoint, or from another trial's.
+
+    Attributes:
+        trial: Its number.
+        milestone: As in `TrialStarted`.
+        cloned: As in `TrialReported`.
+
+    """
+
+    trial: Count
+    milestone: float | None = None
+    cloned: Cloned | None = None
 
 
 @dataclass(frozen=True, slots=True)

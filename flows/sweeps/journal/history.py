@@ -8,6 +8,7 @@ from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
 
 from .events import (
     CheckpointsDeleted,
+    Cloned,
     Event,
     Source,
     SweepLed,
@@ -23,12 +24,13 @@ TrialState: TypeAlias = Literal["running", "paused", "completed", "stopped", "fa
 
 @dataclass(frozen=True, slots=True)
 class RungReport:
-    """A report of a trial that led to a decision; see `TrialReported`."""
+    """A report of a trial in `run` that led to a decision; see `TrialReported`."""
 
     time: float
     value: float
     checkpoint: str | None = None
     num_reports: int = 0
+    run: str = ""
 
     def is_repeated_by(self, later: "RungReport") -> bool:
         """Return whether a restart has taken the training back to before this report, so that it made `later` afterwards.
@@ -81,6 +83,11 @@ class TrialRecord:
     reports_before: int = 0
     common: dict[str, Any] | None = None
 
+    @property
+    def own_reports(self) -> tuple[RungReport, ...]:
+        """Those of its reports that its present run has made: none, while it has just taken over another one's checkpoint."""
+        return tuple(report for report in self.reports if report.run == self.run)
+
     def with_report(self, report: RungReport) -> "TrialRecord":
         """Return the trial with one more report, in place of those that it has trained again after a restart."""
         kept = tuple(it for it in self.reports if not it.is_repeated_by(report))
@@ -123,9 +130,8 @@ def apply(trials: dict[int, TrialRecord], event: Event, common: dict[str, Any] |
                 event.trial, event.run, event.config, event.study_number, milestone=event.milestone, common=common
             )
         case TrialResumed():
-            trials[event.trial] = replace(
-                trials[event.trial], state="running", reason=None, milestone=event.milestone, common=common
-            )
+            trial = trials[event.trial] if event.cloned is None else _taking_over(trials[event.trial], event.cloned)
+            trials[event.trial] = replace(trial, state="running", reason=None, milestone=event.milestone, common=common)
         case TrialEnded():
             trials[event.trial] = _ended(trials[event.trial], event)
         case TrialReported():
@@ -146,22 +152,25 @@ def _ended(trial: TrialRecord, event: TrialEnded) -> TrialRecord:
 
 def _reported(trial: TrialRecord, event: TrialReported) -> TrialRecord:
     reported = replace(
-        trial.with_report(RungReport(event.time, event.value, event.checkpoint, event.num_reports)),
+        trial.with_report(RungReport(event.time, event.value, event.checkpoint, event.num_reports, trial.run)),
         state=event.state,
         reason=event.reason,
         metrics=event.metrics,
         milestone=event.milestone,
+        former=None,
     )
-    if event.cloned is None:
-        return replace(reported, former=None)
-    cloned = event.cloned
+    return reported if event.cloned is None else _taking_over(reported, event.cloned)
+
+
+def _taking_over(trial: TrialRecord, cloned: Cloned) -> TrialRecord:
+    """Return a trial that goes on from another one's checkpoint."""
     return replace(
-        reported,
+        trial,
         run=cloned.run,
         config=cloned.config,
         source=cloned.source,
         is_cloned=True,
-        former=replace(reported, source=None, former=None),
+        former=replace(trial, source=None, former=None),
         earlier_runs=(*trial.earlier_runs, trial.run),
         reports_before=cloned.reports_before,
     )

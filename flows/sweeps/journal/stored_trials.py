@@ -8,7 +8,7 @@ from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME
 from prefect_torch.ckpt.runs.run import Run
 
-from .events import Event, SweepLed, TrialReported, TrialStarted, decode_event
+from .events import Event, SweepLed, TrialReported, TrialResumed, TrialStarted, decode_event
 from .history import TrialRecord, history_of
 from .journal import Entry, JournalDamagedError, read_journal, read_known_entries
 
@@ -94,7 +94,7 @@ def runs_without_entries(run: Run, events: Iterable[Event], since: str) -> list[
 
 def _begun_by(event: Event) -> str | None:
     """Return the run that an event begins."""
-    if isinstance(event, TrialReported):
+    if isinstance(event, TrialReported | TrialResumed):
         return None if event.cloned is None else event.cloned.run
     return event.run if isinstance(event, TrialStarted) else None
 

@@ -11,16 +11,20 @@ from prefect_torch.flows.sweeps.space import Choice, Constant, Integer, Nested, 
 from .scheduling import Clone, Decision, Promotion, ResumesAll, is_score, sort_key
 
 _FACTORS = (0.8, 1.2)
+_GOING_ON = ("running", "paused")
 
 
 @dataclass(frozen=True, slots=True)
 class PopulationBased(ResumesAll):
     """Compares the trials at each interval; the worst take over checkpoint and config of the best, and change the config.
 
-    As in Ray Tune, a trial that takes over another's checkpoint is decided on one interval after the other's last decision, so
-    that it has trained with its config by then, and trials that have come to an end are not compared. Ray compares the last
-    score of each trial, whatever its time; here trials are compared in the same interval, however late in it each reports: of
-    trials that run at the same time, the one that decides would else always have come the farthest, if times are seconds.
+    A trial is judged before it goes on after an interval: at its report, or, if it waits there for others, when it is resumed.
+    It is compared with each other one in the newest interval that both have finished, however late in it each reports, and by
+    what it has reported since it last took over a checkpoint. It is among the worst once so many are known to be better, of all
+    trials, also those that have not begun: so it does not matter which trials finish an interval first. In Ray Tune a trial is
+    compared with the last score of each other one, whatever its time, and the one that has come the farthest seems the best.
+
+    A trial that has completed is compared with those that have not come farther, and not taken over.
 
     Attributes:
         space: The space.
@@ -49,24 +53,27 @@ class PopulationBased(ResumesAll):
         """Return whether the trial goes on, waits for the others, or takes over another's checkpoint."""
         trial = history[number]
         time, following = trial.reports[-1].time, self._next(trial)
-        random = Random(f"{self.seed}/{number}/{len(trial.reports) - 1}")  # noqa: S311 - no secret
-        source = self._source(history, trial, random)
-        if source is not None:
-            config = self.space_perturbed(source.config, random)
-            reason = f"goes on from trial {source.number} at {time:g}"
-            return Decision("paused", self._next(source), reason, Clone(source.number, config))
         behind = any(it.state == "paused" and self._due(it) <= following for it in history.values())
         if behind or len(history) < self.population:
             return Decision("paused", following, f"waits for the others at {time:g}")
-        return Decision("running", following)
+        taken = self._takeover(history, trial)
+        if taken is None:
+            return Decision("running", following)
+        milestone, clone = taken
+        return Decision("paused", milestone, f"goes on from trial {clone.source} at {time:g}", clone)
 
     def promote(self, history: History) -> Promotion | None:
-        """Return the paused trial whose next decision is due first."""
-        paused = [trial for trial in history.values() if trial.state == "paused"]
+        """Return a paused trial whose next decision is due first: one of the worst first, while the best still wait there."""
+        paused = sorted(
+            (trial for trial in history.values() if trial.state == "paused"), key=lambda it: (self._due(it), it.number)
+        )
         if not paused:
             return None
-        trial = min(paused, key=lambda it: (self._due(it), it.number))
-        return Promotion(trial.number, self._due(trial))
+        due = self._due(paused[0])
+        for trial in paused:
+            if self._due(trial) == due and (taken := self._takeover(history, trial)) is not None:
+                return Promotion(trial.number, *taken)
+        return Promotion(paused[0].number, due)
 
     def space_perturbed(self, config: dict[str, Any], random: Random) -> dict[str, Any]:
         """Return `config` with every chosen value perturbed or drawn anew."""
@@ -74,42 +81,77 @@ class PopulationBased(ResumesAll):
         assert isinstance(changed, dict)
         return changed
 
-    def _source(self, history: History, trial: TrialRecord, random: Random) -> TrialRecord | None:
-        now = self._interval_of(trial.reports[-1])
-        reached = [
-            it
-            for it in history.values()
-            if it.state in ("running", "paused") and it.reports and self._interval_of(it.reports[-1]) >= now
-        ]
-        values = {it.number: self._value_in(it, now) for it in reached}
-        best_first = sorted(reached, key=lambda it: (*sort_key(values[it.number]), it.number))
-        count = min(math.ceil(len(reached) * self.quantile), len(reached) // 2)
-        if count == 0 or trial.number not in [it.number for it in best_first[-count:]]:
+    def _takeover(self, history: History, trial: TrialRecord) -> tuple[float, Clone] | None:
+        """Return what a trial takes over, and when it is decided on then; None if it goes on from its own checkpoint."""
+        random = Random(f"{self.seed}/{trial.number}/{len(trial.reports) - 1}")  # noqa: S311 - no secret
+        best = self._best_for(history, trial)
+        if not best:
             return None
-        # One that has just taken over a checkpoint itself has none of its own yet, and its config is untried.
-        best = [
-            it
-            for it in best_first[:count]
-            if it.source is None and it.reports[-1].checkpoint is not None and is_score(values[it.number])
-        ]
-        return random.choice(best) if best else None
+        source = random.choice(best)
+        return self._next(source), Clone(source.number, self.space_perturbed(source.config, random))
+
+    def _best_for(self, history: History, trial: TrialRecord) -> list[TrialRecord]:
+        """Return the best trials of those whose checkpoint a trial can take over; none if it is not among the worst."""
+        rivals = self._rivals(history, trial)
+        size = 1 + len(rivals) + max(0, self.population - len(history))
+        count = min(math.ceil(size * self.quantile), size // 2)
+        better = [it for it in rivals if self._is_better(it, trial)]
+        if len(better) < size - count:
+            return []
+        usable = [it for it in better if self._is_usable(it, trial)]
+        return sorted(usable, key=lambda it: (-self._lead(it, rivals), it.number))[:count]
+
+    def _rivals(self, history: History, trial: TrialRecord) -> list[TrialRecord]:
+        """Return the trials that another one is compared with: those that go on, and those that have completed no earlier."""
+        others, finished = [it for it in history.values() if it.number != trial.number], self._finished(trial)
+        return [it for it in others if it.state in _GOING_ON or (it.state == "completed" and self._finished(it) >= finished)]
+
+    def _is_better(self, one: TrialRecord, other: TrialRecord) -> bool:
+        """Return whether `one` is known to be better in the newest interval that both have finished, or as good and older."""
+        common = min(self._finished(one), self._finished(other))
+        first, second = self._value_in(one, common), self._value_in(other, common)
+        if common == 0 or first is None or second is None:
+            return False
+        return (*sort_key(first), one.number) < (*sort_key(second), other.number)
+
+    def _is_usable(self, source: TrialRecord, trial: TrialRecord) -> bool:
+        """Return whether a trial can take over the checkpoint of a better one."""
+        value = self._value_in(source, self._finished(trial))
+        assert value is not None
+        return source.state in _GOING_ON and source.reports[-1].checkpoint is not None and is_score(value)
+
+    def _lead(self, trial: TrialRecord, rivals: list[TrialRecord]) -> int:
+        """Return how many more trials one is better than are better than it (A. Copeland, 1951): some pairs do not compare."""
+        return sum(self._is_better(trial, it) - self._is_better(it, trial) for it in rivals)
 
     def _due(self, trial: TrialRecord) -> float:
         """Return the time of a paused trial's next decision; its own reports do not show it once it takes over a checkpoint."""
         return self._next(trial) if trial.milestone is None else trial.milestone
 
     def _next(self, trial: TrialRecord) -> float:
-        """Return the end of the interval after a trial's newest report with a finite time."""
+        """Return the end of the interval after those that a trial has finished."""
+        return (self._finished(trial) + 1) * self.interval
+
+    def _finished(self, trial: TrialRecord) -> int:
+        """Return how many intervals a trial has finished, by its newest report with a finite time."""
         time = next((report.time for report in reversed(trial.reports) if not math.isnan(report.time)), 0.0)
-        return (math.floor(time / self.interval + 1e-9) + 1) * self.interval
+        return self._interval_of(time)
 
-    def _interval_of(self, report: RungReport) -> float:
-        """Return the number of the interval after whose end a report is decided on; NaN without a time."""
-        return (report.time / self.interval + 1e-9) // 1
+    def _interval_of(self, time: float) -> int:
+        """Return the number of the interval that has ended last at a time."""
+        return math.floor(time / self.interval + 1e-9)
 
-    def _value_in(self, trial: TrialRecord, interval: float) -> float:
-        """Return the value of a trial's last report up to an interval of that number; NaN if it has none."""
-        return next((it.value for it in reversed(trial.reports) if self._interval_of(it) <= interval), math.nan)
+    def _value_in(self, trial: TrialRecord, interval: int) -> float | None:
+        """Return the value of a trial at the end of that interval, or else of the newest one before it; None without one."""
+        reports = reversed(_compared_reports(trial))
+        return next((report.value for report in reports if self._interval_of(report.time) <= interval), None)
+
+
+def _compared_reports(trial: TrialRecord) -> list[RungReport]:
+    """Return the reports of a trial's present run by which it is compared: not the one that completed it in mid-interval."""
+    is_ended_by_last = trial.state == "completed" and trial.milestone is None
+    reports = trial.own_reports[:-1] if is_ended_by_last else trial.own_reports
+    return [report for report in reports if not math.isnan(report.time)]
 
 
 class RandomDraw:

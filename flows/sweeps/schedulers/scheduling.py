@@ -49,11 +49,13 @@ class Promotion:
     Attributes:
         number: Its number.
         milestone: The time from which its first report with a checkpoint needs a decision.
+        clone: The trial whose checkpoint and config it takes over; None if it goes on from its own.
 
     """
 
     number: int
     milestone: float | None
+    clone: Clone | None = None
 
 
 class Scheduler(Protocol):

@@ -24,6 +24,7 @@ from prefect_torch.flows.sweeps.journal.events import (
     TrialResumed,
     TrialStarted,
     decode_event,
+    encode_event,
 )
 from prefect_torch.flows.sweeps.journal.history import TrialRecord, beats, history_of, score_of
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -382,6 +383,27 @@ def test_the_population_goes_on_from_its_best_and_pins_what_it_takes():
     assert simulation.best(search) < fixed.best(fixed.lead())
 
 
+@pytest.mark.parametrize("worst", range(8))
+@pytest.mark.parametrize("kills", [False, True])
+def test_exactly_the_worst_quarter_of_a_population_takes_over_a_checkpoint_though_one_trial_runs_at_a_time(worst, kills):
+    losses = {worst: 9.0, (worst + 3) % 8: 8.0}
+    config = configured(
+        scheduler="pbt",
+        perturbation_interval=2,
+        max_t=3,
+        num_trials=8,
+        max_concurrent=1,
+        initial_points=[{"n": number} for number in range(8)],
+    )
+    simulation = Simulation(config, {"n": randint(0, 8)}, lambda *it: (None, losses.get(it[1]["n"], it[1]["n"] / 10)), epochs=9)
+    for stop_after in range(1, 24, 4) if kills else ():
+        simulation.lead(stop_after)
+    trials = simulation.lead().trials.values()
+    assert {trial.number for trial in trials if trial.is_cloned} == losses.keys()
+    assert simulation.total == 24, "nobody has trained an interval in vain"
+    assert {trial.state for trial in trials} == {"completed"}
+
+
 @pytest.mark.parametrize("kills", [False, True])
 def test_runs_that_a_population_has_left_keep_no_checkpoints_where_each_trial_keeps_few(kills):
     config = configured(scheduler="pbt", perturbation_interval=2, num_trials=8, max_t=12)
@@ -420,7 +442,8 @@ def test_a_trial_with_nothing_left_to_train_after_a_takeover_has_completed_as_be
     )
 
     def outcome(search):
-        return [(it.state, it.reason, it.config, it.metrics, it.reports) for it in search.trials.values()]
+        reports = {it.number: [(one.time, one.value) for one in it.reports] for it in search.trials.values()}
+        return [(it.state, it.reason, it.config, it.metrics, reports[it.number]) for it in search.trials.values()]
 
     undisturbed = Simulation(config, SPACE, fall_to_distance, epochs=6)
     search = undisturbed.lead()
@@ -473,6 +496,30 @@ def test_a_takeover_is_undone_though_the_trial_failed_and_was_restarted_and_not_
     assert not restarted.is_cloned
     decided = after(TrialReported(0, 2, 1.0, "better", {"loss": 1.0}, "running"))
     assert (decided.run, decided.former) == ("clone", None)
+
+
+def test_a_paused_trial_that_takes_over_a_checkpoint_when_it_is_resumed_is_as_before_it_once_that_is_undone():
+    started = [TrialStarted(number, f"run-{number}", {"lr": number}, number) for number in range(2)]
+    waiting = TrialReported(0, 1, 9.0, "bad", {"loss": 9.0}, "paused", milestone=2, reason="waits")
+    resumed = TrialResumed(0, 3, Cloned("clone", {"lr": 3}, Source(1, "run-1", "good"), reports_before=5))
+    assert decode_event(encode_event(resumed), "test") == resumed
+    before, taken = history_of([*started, waiting])[0], history_of([*started, waiting, resumed])[0]
+    assert (taken.state, taken.milestone, taken.run, taken.config, taken.reports_before) == (
+        "running",
+        3,
+        "clone",
+        {"lr": 3},
+        5,
+    )
+    assert (taken.reports, taken.own_reports) == (before.reports, ())
+    assert before.own_reports == before.reports
+    undone = history_of([*started, waiting, resumed, TrialEnded(0, "completed", metrics={"loss": 9.0}, undoes_clone=True)])[0]
+    assert (undone.run, undone.config, undone.own_reports, undone.earlier_runs) == (
+        "run-0",
+        {"lr": 0},
+        before.reports,
+        ("clone",),
+    )
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ from prefect_torch.flows.monitoring.restarted import FIRST_NAME_LABEL, RESTARTS_
 from prefect_torch.flows.monitoring.sweeps.summary import summarize_sweep
 from prefect_torch.flows.sweeps import beginning, trial_storage, unused_criteria
 from prefect_torch.flows.sweeps.domains import parse_space
-from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialStarted, decode_event
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialReported, TrialResumed, TrialStarted, decode_event
 from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord, history_of
 from prefect_torch.flows.sweeps.journal.journal import Journal, list_parts
 from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
@@ -443,6 +443,8 @@ def test_runs_that_the_journal_does_not_know_tell_that_its_last_entries_are_lost
     assert runs_without_entries(led, [started], "3020") == [], "of a journal before this one"
     reported = TrialReported(0, 1, 1, None, {}, "running", cloned=Cloned(names[1], {}, Source(0, names[0], "some-id")))
     assert runs_without_entries(led, [started, reported], "2020") == []
+    resumed = TrialResumed(0, 2, reported.cloned)
+    assert runs_without_entries(led, [started, resumed], "2020") == []
 
 
 def test_a_trial_that_fails_on_its_way_out_after_a_stop_trains_no_further(run):
@@ -880,10 +882,12 @@ def test_a_report_whose_decision_was_not_recorded_is_decided_by_what_it_committe
     request, *_ = undecided(run, trial, points)
     first = 1 if time_attr == "training_iteration" else 2
     assert (request.step, request.num_reports, request.metrics["epoch"]) == (first, first + 1, first)
-    decided = replace(trial, reports=(RungReport(2, 1.0, request.checkpoint),))
+    decided = replace(trial, reports=(RungReport(2, 1.0, request.checkpoint, run=run.name),))
     assert list(undecided(run, decided, replace(points, milestone=4))) == []
     cloned = replace(trial, reports=(RungReport(2, 1.0),), reports_before=2)  # its run begins from another one's checkpoint
     assert [it.step for it in undecided(run, cloned, DecisionPoints("training_iteration", 5))] == [2]
+    behind = replace(trial, reports=(RungReport(2, 1.0, "an-id", run="the run before"),))  # the other one has come less far
+    assert [it.step for it in undecided(run, behind, DecisionPoints("step", 1))] == [1, 2]
     assert [it.step for it in undecided(run, trial, DecisionPoints(stop={"epoch": 1}))] == [1, 2]
     assert list(undecided(run, trial, None)) == []
 

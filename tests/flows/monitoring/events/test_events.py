@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,9 +17,13 @@ from prefect_torch.ckpt import CheckpointStore, Plan, RetentionPolicy, StorageEr
 from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 from prefect_torch.ckpt.runs.history import MetricRecord
-from prefect_torch.flows.monitoring.events import observer
+from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.flows.monitoring.events import observer, sweep_events
 from prefect_torch.flows.monitoring.events import outbox as module
 from prefect_torch.flows.monitoring.events.outbox import EventOutbox
+from prefect_torch.flows.monitoring.events.sweep_events import SweepEvents
+from prefect_torch.flows.sweeps.journal.events import Cloned, Source, TrialResumed
+from prefect_torch.flows.sweeps.journal.history import TrialRecord
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, CheckpointQuarantined, CheckpointsPruned
 from servers import free_port
 from told_trainings import Job, events_about, tell_all
@@ -326,3 +331,12 @@ def test_what_a_database_cannot_hold_and_the_server_would_drop_is_told_in_anothe
     assert all("characters left out" in it for it in many.values())
     assert most == {}
     assert caplog.text.count("sent without its payload") == 1
+
+
+def test_a_paused_trial_that_goes_on_from_another_ones_checkpoint_is_told_as_cloned(monkeypatch):
+    told = []
+    monkeypatch.setattr(sweep_events, "EventOutbox", lambda: SimpleNamespace(put=told.append))
+    sweep = SweepEvents(Run.open("memory://", "sweep"), "loss", "min", {})
+    for cloned in (None, Cloned("sweep/clone", {"lr": 3}, Source(1, "sweep/best", "an-id"))):
+        sweep.observe(TrialResumed(0, 3, cloned), {0: TrialRecord(0, "sweep/clone", {"lr": 3}, 0)})
+    assert [it.event for it in told] == ["prefect-torch.trial.resumed", "prefect-torch.trial.cloned"]

@@ -15,7 +15,7 @@ from prefect_torch.flows.sweeps.schedulers.asha import Asha, hyperband
 from prefect_torch.flows.sweeps.schedulers.median import Median
 from prefect_torch.flows.sweeps.schedulers.pbt import PopulationBased
 from prefect_torch.flows.sweeps.schedulers.pruner import PrunedTrials
-from prefect_torch.flows.sweeps.schedulers.scheduling import Decision, Promotion
+from prefect_torch.flows.sweeps.schedulers.scheduling import Clone, Decision, Promotion
 
 SPACE = parse_space(
     {
@@ -53,6 +53,8 @@ class Played:
     trials: dict = field(default_factory=dict)
     decisions: list = field(default_factory=list)
     promotions: list = field(default_factory=list)
+    takeovers: list = field(default_factory=list)
+    begins: dict = field(default_factory=dict)  # the time of each trial's newest checkpoint
 
     def play(self, check=lambda: None) -> "Played":
         while True:
@@ -74,8 +76,10 @@ class Played:
         if promoted is not None and (self.scheduler.promotes_first or number >= self.most):
             trial = self.trials[promoted.number]
             assert trial.state == "paused"
-            assert promoted.milestone is None or promoted.milestone > trial.reports[-1].time
             self.promotions.append((promoted.number, dict(self.trials)))
+            if promoted.clone is not None:
+                trial = self._take_over(self.trials, trial, promoted.clone, promoted.milestone)
+            assert promoted.milestone is None or promoted.milestone > self.begins[promoted.number]
             self.trials[promoted.number] = replace(trial, state="running", milestone=promoted.milestone)
         elif number < self.most:
             config = SPACE.suggest("", Drawn(self.data))
@@ -88,9 +92,9 @@ class Played:
 
     def _report(self, number: int) -> None:
         trial = self.trials[number]
-        after = trial.reports[-1].time + 1 if trial.reports else 1
-        time = math.ceil(max(after, trial.milestone) / self.every) * self.every
-        report = RungReport(time, self.data.draw(VALUES), f"{trial.run}/{time}")
+        after = self.begins.get(number, 0) + 1
+        time = self.begins[number] = math.ceil(max(after, trial.milestone) / self.every) * self.every
+        report = RungReport(time, self.data.draw(VALUES), f"{trial.run}/{time}", run=trial.run)
         before = {**self.trials, number: replace(trial, source=None, reports=(*trial.reports, report))}
         decided = Decision("completed")
         if self.max_t is None or time < self.max_t:
@@ -99,10 +103,15 @@ class Played:
             self.decisions.append((number, before, decided))
         changed = replace(before[number], state=decided.state, milestone=decided.milestone)
         if decided.clone is not None:
-            of = before[decided.clone.source]
-            source = Source(of.number, of.run, of.reports[-1].checkpoint)
-            changed = replace(changed, run=f"{changed.run}+", config=dict(decided.clone.config), source=source)
+            changed = self._take_over(before, changed, decided.clone, decided.milestone)
         self.trials[number] = changed
+
+    def _take_over(self, history: dict, trial: TrialRecord, clone: Clone, milestone: float) -> TrialRecord:
+        self.takeovers.append((trial.number, dict(history), clone, milestone))
+        of = history[clone.source]
+        self.begins[trial.number] = of.reports[-1].time
+        source = Source(of.number, of.run, of.reports[-1].checkpoint)
+        return replace(trial, run=f"{trial.run}+", config=dict(clone.config), source=source)
 
 
 class Drawn:
@@ -299,13 +308,14 @@ def test_the_median_is_of_the_trials_that_have_come_as_far():
 
 
 def test_an_infinitely_good_value_is_no_score():
-    reports = [(RungReport(1, value, f"at-{value}"),) for value in (-math.inf, 0.5, 0.7, 0.9)]
+    values = (-math.inf, 0.5, 0.7, 0.9)
+    reports = [(RungReport(1, value, f"at-{value}", run=f"run-{it}"),) for it, value in enumerate(values)]
     trials = [TrialRecord(it, f"run-{it}", {"a": 0.5}, it, state="paused", reports=one) for it, one in enumerate(reports)]
     history = {it.number: it for it in trials}
     assert Asha(1, 3, 9, 4).promote(history).number == 1
     assert 0 in Asha(1, 3, 9, 4).lost(history)
     assert Median(1).decide(history, 0).state == "stopped"
-    taken = PopulationBased(parse_space({"a": uniform(0, 1)}), 1, 4, 0).decide(history, 0)
+    taken = PopulationBased(parse_space({"a": uniform(0, 1)}), 1, 4, 0).promote(history)
     assert taken.clone.source == 1
 
 
@@ -346,18 +356,23 @@ def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data,
     pbt = PopulationBased(SPACE, interval, most, seed)
     played = Played(pbt, data, most, concurrent, fails=True, max_t=5 * interval).play()
     assert {it.state for it in played.trials.values()} <= {"completed", "failed"}
-    for number, history, decided in played.decisions:
-        if decided.clone is None:
-            continue
-        trial, source = history[number], history[decided.clone.source]
+    for number, history, clone, milestone in played.takeovers:
+        trial, source = history[number], history[clone.source]
         assert source.number != number
         assert source.reports[-1].checkpoint is not None
-        assert source.source is None
+        assert source.own_reports
         assert source.state in ("running", "paused")  # else there would be nothing left to train
-        assert trial.reports[-1].time <= source.reports[-1].time < decided.milestone
-        theirs = [report.value for report in source.reports if report.time <= trial.reports[-1].time]
-        assert math.isnan(trial.reports[-1].value) or theirs[-1] <= trial.reports[-1].value
-        SPACE.parameters("", decided.clone.config)  # raises for a value outside of the space
+        assert source.reports[-1].time < milestone <= source.reports[-1].time + interval
+        common = min(trial.reports[-1].time, source.reports[-1].time) // interval
+        theirs, own = (value_in(it.own_reports, common, interval) for it in (source, trial))
+        assert math.isfinite(theirs)
+        assert math.isnan(own) or theirs <= own
+        SPACE.parameters("", clone.config)  # raises for a value outside of the space
+
+
+def value_in(reports, interval, length):
+    """Return the value of the last of `reports` in an interval of that number, or before."""
+    return [report.value for report in reports if report.time // length <= interval][-1]
 
 
 def test_what_a_population_perturbs_stays_in_the_space_where_binary_does_not_hold_its_steps():
@@ -406,7 +421,8 @@ def population(*values_of_each, completed=()):
             {"lr": 0.1, "x": 0.1, "n": 1, "net": "no"},
             number,
             state="completed" if number in completed else "running",
-            reports=tuple(RungReport(10.0 * it, value, f"id-{it}") for it, value in enumerate(values, 1)),
+            milestone=10.0 * (len(values) + 1),
+            reports=tuple(RungReport(10.0 * it, value, f"id-{it}", run=f"run-{number}") for it, value in enumerate(values, 1)),
         )
         for number, values in enumerate(values_of_each)
     }
@@ -420,7 +436,13 @@ def test_a_trial_that_takes_over_a_checkpoint_is_decided_on_one_interval_after_t
     history[0] = replace(history[0], state="paused", milestone=decided.milestone, source=Source(1, "run-1", "id-3"))
     assert pbt.promote(history).milestone == 40
     assert pbt.decide(history, 2).state == "running", "it waits for no trial that is ahead"
-    history[0] = replace(history[0], source=None, state="running", reports=(*history[0].reports, RungReport(40, 0.1, "id-4")))
+    history[0] = replace(
+        history[0],
+        run="run-0+",
+        source=None,
+        state="running",
+        reports=(*history[0].reports, RungReport(40, 0.1, "id-4", run="run-0+")),
+    )
     assert pbt.decide(population([5.0], [1.0, 0.8], [2.0], [3.0]) | {0: history[0]}, 1).clone is None, "at 20, it had 5.0"
 
 
@@ -438,4 +460,35 @@ def test_a_population_is_compared_in_each_interval_however_late_in_it_each_trial
 
 def test_trials_that_have_come_to_an_end_do_not_fill_the_best_of_a_population():
     history = population([5.0], [1.0, 0.8, 0.5], [2.0], [3.0], completed=[1])
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone.source == 2
+
+
+def test_a_trial_that_has_come_farther_than_all_others_is_judged_by_the_interval_that_they_have_finished():
+    taken = PopulationBased(SPACE, 10, 4, 0).decide(population([5.0, 4.0], [1.0], [2.0], [3.0]), 0)
+    assert (taken.clone.source, taken.milestone) == (1, 20)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_trial_that_waits_is_judged_when_it_is_resumed(number):
+    history = population(*([9.0 if it == number else 1.0 + it] for it in range(4)))
+    waiting = {it: replace(trial, state="paused" if it == number else "running") for it, trial in history.items()}
+    promoted = PopulationBased(SPACE, 10, 4, 0).promote(waiting)
+    assert (promoted.number, promoted.milestone, promoted.clone.source) == (number, 20, 1 if number == 0 else 0)
+
+
+def test_the_second_of_eight_to_report_is_not_known_to_be_among_the_worst():
+    history = population([1.0], [1.1], *([] for _ in range(6)))
+    assert PopulationBased(SPACE, 10, 8, 0).decide(history, 1).clone is None
+
+
+def test_a_trial_is_not_judged_by_what_it_reported_before_it_took_over_a_checkpoint():
+    history = population([9.0, 0.1], [1.0, 0.9], [2.0, 1.9], [3.0, 2.9])
+    first, second = history[0].reports
+    history[0] = replace(history[0], reports=(replace(first, run="run-before"), replace(second, time=30.0)))
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone is None
+
+
+def test_a_trial_that_completes_before_the_others_go_on_still_counts_among_the_better_ones():
+    history = population([4.0], [3.0], [2.0], [1.0], completed=[3])
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 1).clone is None, "the last but one of four"
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone.source == 2
