@@ -25,6 +25,7 @@ class PopulationBased(ResumesAll):
     compared with the last score of each other one, whatever its time, and the one that has come the farthest seems the best.
 
     A trial that has completed is compared with those that have not come farther, and not taken over.
+    What is taken over is the newest checkpoint of another trial, which must be no worse than the trial that takes it over.
 
     Attributes:
         space: The space.
@@ -115,10 +116,11 @@ class PopulationBased(ResumesAll):
         return (*sort_key(first), one.number) < (*sort_key(second), other.number)
 
     def _is_usable(self, source: TrialRecord, trial: TrialRecord) -> bool:
-        """Return whether a trial can take over the checkpoint of a better one."""
-        value = self._value_in(source, self._finished(trial))
-        assert value is not None
-        return source.state in _GOING_ON and source.reports[-1].checkpoint is not None and is_score(value)
+        """Return whether a trial can take over the newest checkpoint of a better one; that one may have diverged since then."""
+        newest, own = source.reports[-1], self._value_in(trial, self._finished(source))
+        assert own is not None
+        is_no_worse = is_score(newest.value) and sort_key(newest.value) <= sort_key(own)
+        return is_no_worse and source.state in _GOING_ON and newest.checkpoint is not None
 
     def _lead(self, trial: TrialRecord, rivals: list[TrialRecord]) -> int:
         """Return how many more trials one is better than are better than it (A. Copeland, 1951): some pairs do not compare."""

@@ -365,8 +365,11 @@ def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data,
         assert source.reports[-1].time < milestone <= source.reports[-1].time + interval
         common = min(trial.reports[-1].time, source.reports[-1].time) // interval
         theirs, own = (value_in(it.own_reports, common, interval) for it in (source, trial))
-        assert math.isfinite(theirs)
         assert math.isnan(own) or theirs <= own
+        newest = source.reports[-1]  # what is taken over
+        own = value_in(trial.own_reports, newest.time // interval, interval)
+        assert math.isfinite(newest.value)
+        assert math.isnan(own) or newest.value <= own
         SPACE.parameters("", clone.config)  # raises for a value outside of the space
 
 
@@ -492,3 +495,11 @@ def test_a_trial_that_completes_before_the_others_go_on_still_counts_among_the_b
     history = population([4.0], [3.0], [2.0], [1.0], completed=[3])
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 1).clone is None, "the last but one of four"
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 0).clone.source == 2
+
+
+@pytest.mark.parametrize("newest", [math.nan, math.inf, -math.inf, 7.0])
+def test_a_population_takes_nothing_over_from_a_trial_that_has_diverged_since(newest):
+    history = population([0.1, 0.1, newest], [0.5], [0.6], [0.9])
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 3).clone.source == 1, "the next best one"
+    history = population([0.1, 0.1, newest], [0.5], [0.6], [0.9], completed=[1, 2])
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 3).clone is None
