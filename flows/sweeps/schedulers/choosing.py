@@ -29,7 +29,7 @@ def make_scheduler(search: SearchConfig, space: Nested, seed: int, num_trials: i
         return Median(search.grace_period)
     if search.scheduler == "pbt":
         assert search.perturbation_interval is not None
-        return PopulationBased(space, search.perturbation_interval, num_trials, seed)
+        return PopulationBased(space, search.perturbation_interval, num_trials, seed, search.max_concurrent)
     if search.scheduler == "pruner":
         assert search.pruner is not None
         pruning, counts_reports = OptunaPruning(search.pruner, search.modes[0]), search.is_timed_by_metric

@@ -25,6 +25,9 @@ class PopulationBased(ResumesAll):
     compared with the last score of each other one, whatever its time, and the one that has come the farthest seems the best.
 
     A trial that has completed is compared with those that have not come farther, and not taken over.
+    A trial waits only while others that have come less far need its place: trials with a place each do not end and begin again
+    in each interval.
+
     What is taken over is the newest checkpoint of another trial, which must be no worse than the trial that takes it over.
 
     Attributes:
@@ -32,6 +35,7 @@ class PopulationBased(ResumesAll):
         interval: The time between two decisions on a trial.
         population: The number of trials.
         seed: The seed of the random choices.
+        places: How many trials run at once.
         quantile: The share of the trials that counts as the best, and as the worst.
         resample_probability: The probability that a parameter is drawn anew instead of perturbed.
 
@@ -41,6 +45,7 @@ class PopulationBased(ResumesAll):
     interval: float
     population: int
     seed: int
+    places: int = 1
     quantile: float = 0.25
     resample_probability: float = 0.25
     asks_always: ClassVar[bool] = False
@@ -54,8 +59,7 @@ class PopulationBased(ResumesAll):
         """Return whether the trial goes on, waits for the others, or takes over another's checkpoint."""
         trial = history[number]
         time, following = trial.reports[-1].time, self._next(trial)
-        behind = any(it.state == "paused" and self._due(it) <= following for it in history.values())
-        if behind or len(history) < self.population:
+        if self._must_wait(history, following):
             return Decision("paused", following, f"waits for the others at {time:g}")
         taken = self._takeover(history, trial)
         if taken is None:
@@ -81,6 +85,12 @@ class PopulationBased(ResumesAll):
         changed = _perturbed(self.space, config, random, self.resample_probability)
         assert isinstance(changed, dict)
         return changed
+
+    def _must_wait(self, history: History, following: float) -> bool:
+        """Return whether trials that have come less far than one that is due next at `following` need its place."""
+        behind = sum(it.state == "paused" and self._due(it) < following for it in history.values())
+        free = self.places - sum(it.state == "running" for it in history.values())
+        return behind + max(0, self.population - len(history)) > max(0, free)
 
     def _takeover(self, history: History, trial: TrialRecord) -> tuple[float, Clone] | None:
         """Return what a trial takes over, and when it is decided on then; None if it goes on from its own checkpoint."""

@@ -404,6 +404,15 @@ def test_exactly_the_worst_quarter_of_a_population_takes_over_a_checkpoint_thoug
     assert {trial.state for trial in trials} == {"completed"}
 
 
+@pytest.mark.parametrize(("places", "waits"), [(8, False), (4, True)])
+def test_a_population_whose_trials_have_a_place_each_waits_for_none_of_them(places, waits):
+    config = configured(scheduler="pbt", perturbation_interval=2, num_trials=8, max_t=12, max_concurrent=places)
+    simulation = Simulation(config, {"rate": loguniform(0.001, 1)}, follow_schedule, epochs=100)
+    assert any(trial.is_cloned for trial in simulation.lead().trials.values())
+    paused = [entry for entry in simulation.entries if entry.get("state") == "paused"]
+    assert any(entry["cloned"] is None for entry in paused) == waits
+
+
 @pytest.mark.parametrize("kills", [False, True])
 def test_runs_that_a_population_has_left_keep_no_checkpoints_where_each_trial_keeps_few(kills):
     config = configured(scheduler="pbt", perturbation_interval=2, num_trials=8, max_t=12)

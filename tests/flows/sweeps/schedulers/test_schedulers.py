@@ -353,7 +353,7 @@ def best_of(trials) -> float:
 
 @given(st.data(), st.integers(1, 8), st.integers(1, 4), st.integers(1, 3), st.integers(0, 3))
 def test_a_population_takes_over_only_from_its_best_and_stays_in_the_space(data, most, concurrent, interval, seed):
-    pbt = PopulationBased(SPACE, interval, most, seed)
+    pbt = PopulationBased(SPACE, interval, most, seed, concurrent)
     played = Played(pbt, data, most, concurrent, fails=True, max_t=5 * interval).play()
     assert {it.state for it in played.trials.values()} <= {"completed", "failed"}
     for number, history, clone, milestone in played.takeovers:
@@ -503,3 +503,23 @@ def test_a_population_takes_nothing_over_from_a_trial_that_has_diverged_since(ne
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 3).clone.source == 1, "the next best one"
     history = population([0.1, 0.1, newest], [0.5], [0.6], [0.9], completed=[1, 2])
     assert PopulationBased(SPACE, 10, 4, 0).decide(history, 3).clone is None
+
+
+def test_a_trial_waits_for_no_trial_that_has_come_as_far_nor_for_one_that_has_a_place():
+    history = population([5.0], [1.0], [2.0], [3.0])
+    taken = PopulationBased(SPACE, 10, 4, 0).decide(history, 0)
+    assert (taken.state, taken.milestone) == ("paused", 20)
+    history[0] = replace(history[0], state="paused", milestone=20.0, run="run-0+")
+    assert PopulationBased(SPACE, 10, 4, 0).decide(history, 2).state == "running"
+    history[2] = replace(history[2], reports=(*history[2].reports, RungReport(20, 1.5, "id-2", run="run-2")))
+    states = [PopulationBased(SPACE, 10, 4, 0, places).decide(history, 2).state for places in (1, 3, 4)]
+    assert states == ["paused", "paused", "running"]
+
+
+def test_a_trial_waits_for_trials_that_have_not_begun_unless_they_have_places():
+    history = population([1.0], [])
+    assert [PopulationBased(SPACE, 10, 4, 0, it).decide(history, 0).state for it in (2, 3, 4)] == [
+        "paused",
+        "paused",
+        "running",
+    ]
