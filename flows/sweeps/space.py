@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any, Protocol, TypeAlias
 
@@ -137,8 +137,13 @@ class Choice:
         return self.options[chosen].suggest(_within(name, chosen), draw)
 
     def parameters(self, name: str, value: Any) -> Parameters:
-        """Return the parameters with which `suggest` returns `value`; ValueError if there are none."""
-        for number, option in enumerate(self.options):
+        """Return the parameters with which `suggest` returns `value`; ValueError if there are none.
+
+        A part of one option may be all of another one, as `{}` is: that one is meant.
+        """
+        options = list(enumerate(self.options))
+        whole = (it for it in options if _is_whole(it[1], value))
+        for number, option in chain(whole, options):
             try:
                 inner = option.parameters(_within(name, number), value)
             except ValueError:
@@ -187,6 +192,21 @@ Node: TypeAlias = Constant | Real | Integer | Choice | Nested
 def has_grid(node: Node) -> bool:
     """Return whether the space has a grid, whose every option must be tried."""
     return any(isinstance(it, Choice) and it.is_grid for it in _walk(node))
+
+
+def _is_whole(node: Node, value: Any) -> bool:
+    """Return whether `value` is all of a value of `node`: no key of a dict is missing, as in an initial point."""
+    if isinstance(node, Nested):
+        nodes = dict(node.items)
+        is_complete = isinstance(value, Mapping) and value.keys() == nodes.keys()
+        return is_complete and all(_is_whole(inner, value[key]) for key, inner in nodes.items())
+    if isinstance(node, Choice):
+        return any(_is_whole(option, value) for option in node.options)
+    try:
+        node.parameters("", value)
+    except ValueError:
+        return False
+    return True
 
 
 def _walk(node: Node) -> Iterator[Node]:

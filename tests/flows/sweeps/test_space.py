@@ -11,8 +11,10 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows import SearchConfig, choice, grid, loguniform, randint, uniform
 from prefect_torch.flows.sweeps.definition import define, find_definition, store_definition
 from prefect_torch.flows.sweeps.domains import parse_space
+from prefect_torch.flows.sweeps.journal.recorded_trials import RecordedTrials
 from prefect_torch.flows.sweeps.optuna_study.study import check_search, grid_points
 from prefect_torch.flows.sweeps.schedulers.pbt import RandomDraw
+from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.flows.sweeps.space import num_points
 
 WRONG = [
@@ -131,6 +133,30 @@ def test_what_was_suggested_is_found_by_its_parameters_again():
 
         Known.integer = lambda _, name, low, high, *, step, log, parameters=parameters: parameters[name]
         assert space.suggest("", Known()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "number"),
+    [
+        ([{"steps": randint(1, 100)}, {}], {}, 1),
+        ([{"lr": uniform(0, 1), "momentum": uniform(0, 1)}, {"lr": uniform(0, 1)}], {"lr": 0.5}, 1),
+        ([{"lr": uniform(0, 1), "momentum": uniform(0, 1)}, {"lr": uniform(0, 1)}], {"momentum": 0.5}, 0),
+        ([{"net": choice([{"width": 3}, {}])}, {"net": {}, "a": 1}, {"net": {"depth": 2}}], {"net": {}}, 0),
+        ([{"net": {"width": 3}}, {"net": {}}], {"net": {}}, 1),
+        ([{"net": {"width": 3}}, {"net": "wide"}], {"net": "wide"}, 1),
+    ],
+    ids=str,
+)
+def test_a_value_is_that_of_the_option_of_which_it_is_all_before_one_of_which_it_is_a_part(options, value, number):
+    assert parse_space({"a": choice(options)}).parameters("", {"a": value})["a"] == number
+
+
+def test_an_initial_point_that_is_all_of_an_option_is_tried_as_it_is():
+    space = parse_space({"warmup": choice([{"steps": randint(1, 100)}, {}])})
+    search = Search(
+        SearchConfig(metric="loss", initial_points=[{"warmup": {}}]), space, 0, RecordedTrials([], [].append), "sweep"
+    )
+    assert search.next_trial().config == {"warmup": {}}
 
 
 def test_a_step_is_a_point_however_floats_are_rounded():

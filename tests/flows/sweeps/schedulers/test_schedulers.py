@@ -415,6 +415,22 @@ def test_a_population_perturbs_a_space_with_constants_that_are_not_a_number():
             space.parameters("", changed)
 
 
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ([{"steps": randint(1, 100)}, {}], {}),
+        ([{"lr": uniform(0, 1), "momentum": uniform(0, 1)}, {"lr": uniform(0, 1)}], {"lr": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_population_perturbs_an_option_that_has_a_part_of_the_keys_of_another_one(options, value):
+    space = parse_space({"a": choice(options)})
+    for seed in range(20):
+        space.parameters("", PopulationBased(space, 1, 4, 0).space_perturbed({"a": value}, Random(seed)))
+    kept = PopulationBased(space, 1, 4, 0, resample_probability=0).space_perturbed({"a": value}, Random(0))
+    assert kept["a"].keys() == value.keys()
+
+
 def population(*values_of_each, completed=()):
     """Return trials with a report at each interval of ten, of which some have completed."""
     return {
