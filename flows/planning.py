@@ -246,8 +246,9 @@ def _look_at_named(
     if chosen is None and initial is None and run.resume == "must":
         raise nothing_to_resume(store)
     path = _verified(initial, run) if chosen is None else store.path_of(chosen.id)
-    limits = PruneLimits(() if chosen is None else (chosen.id,), attempt=number)
-    decided = prune(store, checkpoint.policy(), limits, dry_run=True)
+    policy = checkpoint.policy()
+    limits = PruneLimits(() if chosen is None else (chosen.id,), own_metric=policy.checkpoint_score_attribute)
+    decided = prune(store, policy, limits, dry_run=True)
     planned = _plan_of_start(path, begins, decided.keep, tuple(manifest.id for manifest in decided.drop))
     freed_bytes = sum(manifest.total_bytes for manifest in decided.drop)
     kept = f"{len(decided.keep)} committed checkpoints stay, {len(decided.drop)} go: {show_bytes(freed_bytes)}"

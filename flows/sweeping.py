@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from prefect import flow
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, claim_key
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.flows.calls.cluster_runner import with_cluster_of_runner
@@ -224,7 +224,7 @@ def _lead(sweep: _Sweep, claimed: Attempt, begun: Beginning, termination: Termin
             partial(pin_source, run),
             keeps_left_runs=sweep.training.checkpoint.num_to_keep is None,
         )
-        leader = SweepLeader(run, claimed.number, search, are_deployed=sweep.trials_on is not None)
+        leader = SweepLeader(run, claim_key(run, claimed), search, are_deployed=sweep.trials_on is not None)
         leader.take_over(begun.former.values())
         training = _prepared(sweep.training, run, min(config.max_concurrent, search.num_trials))
         local = LocalTrials(training, search, run)
@@ -307,10 +307,10 @@ def _outcome_recorded(led: Run, claimed: Attempt, training: Training, terminatio
         with _termination_recorded(led, claimed, training, termination):  # before the trials, or after them
             yield
     except Exception as exc:
-        record_outcome(led, Outcome(claimed.number, "failed", flow_run_id, "user", first_line(exc)))
+        record_outcome(led, claimed, Outcome(claimed.number, "failed", flow_run_id, "user", first_line(exc)))
         refresh_runs_page(storage)
         raise
-    record_outcome(led, Outcome(claimed.number, "completed", flow_run_id))
+    record_outcome(led, claimed, Outcome(claimed.number, "completed", flow_run_id))
     refresh_runs_page(storage)
 
 
@@ -325,7 +325,7 @@ def _termination_recorded(led: Run, claimed: Attempt, training: Training, termin
                 termination.request(exc)
             termination.outcome = outcome_of_termination(claimed, termination, training.failure.grace_s, _CONTINUED)
             termination.end_retries()
-            record_outcome(led, termination.outcome)
+            record_outcome(led, claimed, termination.outcome)
         raise
 
 

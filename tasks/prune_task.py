@@ -58,16 +58,16 @@ def prune_checkpoints(
     logger = get_run_logger()
     opened = storage if is_open(storage) else configured_storage(storage)
     store = replace(CheckpointStore.open(opened, run), memory=memory)
-    if limits is None or limits.attempt is None:
+    if limits is None or limits.claim is None:
         found = prune_limits(store, read_status(store))
         limits = found if limits is None else found.narrowed(limits.in_use, limits.up_to)
-    if limits.attempt is not None:
-        check_fence(store, limits.attempt)
+    if limits.claim is not None:
+        check_fence(store, limits.claim)
     with library_logs_in_run():
         try:
             decided = _keep_all(store) if _is_search_alone(policy, limits) else prune(store, policy, limits, dry_run=dry_run)
         except DeletionRefusedError as exc:
-            if limits.attempt is None:
+            if limits.claim is None:
                 raise
             logger.warning(
                 "%s: all stay, and this attempt prunes no more; allow it to delete, or keep all by num_to_keep=None", exc
@@ -77,7 +77,7 @@ def prune_checkpoints(
         if decided.drop and dry_run:
             logger.info("would prune %s; kept %s", ", ".join(manifest.id for manifest in decided.drop), _kept(decided))
         elif decided.drop:  # a training's table of checkpoints has the list
-            level = logging.INFO if limits.attempt is None else logging.DEBUG
+            level = logging.INFO if limits.claim is None else logging.DEBUG
             pruned = show_count(len(decided.drop), "checkpoint")
             logger.log(level, "pruned %s of run %s, kept %d", pruned, run, len(decided.keep))
         if garbage and not dry_run:
@@ -87,7 +87,7 @@ def prune_checkpoints(
 
 def _is_search_alone(policy: RetentionPolicy, limits: PruneLimits) -> bool:
     """Return whether a training that keeps all its checkpoints only looks for data that were never committed."""
-    return policy.num_to_keep is None and limits.attempt is not None
+    return policy.num_to_keep is None and limits.claim is not None
 
 
 def _keep_all(store: CheckpointStore) -> Plan[Manifest]:

@@ -40,6 +40,7 @@ class RankCommits:
 
     Args:
         run: The run.
+        claim: The key of the attempt's claim; None if nothing is reported.
         peers: The ranks.
         background: This rank's background commits.
         events: The sender that reports to the leader.
@@ -55,6 +56,7 @@ class RankCommits:
     def __init__(
         self,
         run: Run,
+        claim: str | None,
         peers: Peers,
         background: BackgroundCommits,
         events: EventSender,
@@ -63,6 +65,7 @@ class RankCommits:
     ) -> None:
         self.costs = CommitCosts()
         self._run = run
+        self._claim = claim
         self._peers = peers
         self._background = background
         self._events = events
@@ -90,7 +93,8 @@ class RankCommits:
 
     def _commit(self, staged: StagedReport) -> None:
         started_s = time.monotonic()
-        job = CommitJob(staged, self._parent, self._context.local_world_size)
+        assert self._claim is not None, "an attempt commits, and each has a claim"
+        job = CommitJob(staged, self._claim, self._parent, self._context.local_world_size)
         try:
             manifest = commit(self._run, self._peers, job)
             if not staged.agreement.is_background:  # else `release` removes them
@@ -209,17 +213,17 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
     staged = job.staged
     all_stored_s = staged.elapsed_s()
     files = merge_files([*(part.files for part in parts), _store_index(run, staged.checkpoint_id, parts)])
-    attempt, key = attempt_of(staged.checkpoint_id), run.layout.manifest(staged.checkpoint_id)
+    key = run.layout.manifest(staged.checkpoint_id)
     has_to_be_asked = run.storage.local_path(key) is None  # a local file is compared before it gets its name
     if has_to_be_asked:
-        _check_stored(run, staged.checkpoint_id, files)
+        _check_stored(run, job, files)
     elif Transport.of(run.spec.options) is None:  # else each machine has only its own files
-        _check_seen(run, staged.checkpoint_id, [entry for entry in files if entry.rank >= job.num_here])
+        _check_seen(run, job, [entry for entry in files if entry.rank >= job.num_here])
     _check_distinct(run, staged.checkpoint_id, files)
     manifest = Manifest(
         id=staged.checkpoint_id,
         step=staged.agreement.step,
-        attempt=attempt,
+        attempt=attempt_of(staged.checkpoint_id),
         metrics=staged.report.metrics,
         files=files,
         world_size=len(parts),
@@ -229,14 +233,14 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
         timings=_timings(staged, parts, all_stored_s),
     )
     data = manifest.encode()
-    check_fence(run, attempt)
+    check_fence(run, job.claim)
     run.storage.put_bytes(key, data)  # last: this is the commit
     if has_to_be_asked:
-        _check_committed(run, attempt, key, len(data))
+        _check_committed(run, job.claim, key, len(data))
     return manifest
 
 
-def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
+def _check_committed(run: Run, claim: str, key: str, expected: int) -> None:
     """Compare a manifest with what the bucket has acknowledged; one that it does not have is deleted, should it appear.
 
     Raises:
@@ -245,7 +249,7 @@ def _check_committed(run: Run, attempt: int, key: str, expected: int) -> None:
 
     """
     try:
-        _require_acknowledged(run, attempt, key, {key: expected})
+        _require_acknowledged(run, claim, key, {key: expected})
     except CommitFailedError:
         with suppress(StorageError, OSError):
             run.storage.delete([key])
@@ -264,7 +268,7 @@ def _check_distinct(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) ->
         raise ReportMismatchError(f"the filesystem of {run.path} {problem}: rename one of them")
 
 
-def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
+def _check_stored(run: Run, job: CommitJob, files: Sequence[FileEntry]) -> None:
     """Compare what a bucket has with what it acknowledged: no prune may delete an older checkpoint for one without files.
 
     Raises:
@@ -273,13 +277,13 @@ def _check_stored(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> N
 
     """
     if files:
-        sizes = {run.layout.data(checkpoint_id, entry.path): entry.bytes for entry in files}
-        _require_acknowledged(run, attempt_of(checkpoint_id), run.layout.data(checkpoint_id), sizes)
+        folder = run.layout.data(job.staged.checkpoint_id)
+        _require_acknowledged(run, job.claim, folder, {f"{folder}{entry.path}": entry.bytes for entry in files})
 
 
-def _require_acknowledged(run: Run, attempt: int, place: str, sizes: Mapping[str, int]) -> None:
+def _require_acknowledged(run: Run, claim: str, place: str, sizes: Mapping[str, int]) -> None:
     try:
-        wait_for_sizes(run.storage, place, sizes, lambda: check_fence(run, attempt))
+        wait_for_sizes(run.storage, place, sizes, lambda: check_fence(run, claim))
     except OtherSizeError as exc:
         raise CommitFailedError(
             f"{run.storage.url} has acknowledged {sizes[exc.key]} bytes of {exc.key}, and has "
@@ -288,7 +292,7 @@ def _require_acknowledged(run: Run, attempt: int, place: str, sizes: Mapping[str
         ) from exc
 
 
-def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> None:
+def _check_seen(run: Run, job: CommitJob, files: Sequence[FileEntry]) -> None:
     """Wait until this machine sees the files that other machines have stored in a directory.
 
     A checkpoint that is committed earlier would count as damaged at a start on this machine.
@@ -300,11 +304,11 @@ def _check_seen(run: Run, checkpoint_id: str, files: Sequence[FileEntry]) -> Non
     """
     if not files:
         return
-    prefix = run.layout.data(checkpoint_id)
-    entries = {run.layout.data(checkpoint_id, entry.path): entry for entry in files}
+    prefix = run.layout.data(job.staged.checkpoint_id)
+    entries = {f"{prefix}{entry.path}": entry for entry in files}
     sizes = {key: entry.bytes for key, entry in entries.items()}
     try:
-        wait_for_sizes(run.storage, prefix, sizes, lambda: check_fence(run, attempt_of(checkpoint_id)))
+        wait_for_sizes(run.storage, prefix, sizes, lambda: check_fence(run, job.claim))
     except OtherSizeError as exc:
         mount = shared_mount_of(Path(run.storage.url))
         raise StorageError(

@@ -14,7 +14,7 @@ from prefect_torch.ckpt.files.folder import GROUPED, FileGroup, group_files
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.bulk import no_collection
-from prefect_torch.ckpt.runs.manifest import FileEntry, attempt_of
+from prefect_torch.ckpt.runs.manifest import FileEntry
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.state.plan import WriteItem
 from prefect_torch.ckpt.storage.digest import digest_file
@@ -133,6 +133,7 @@ class CommitJob:
 
     Attributes:
         staged: The report.
+        claim: The key of the attempt's claim.
         parent: The checkpoint that this one continues.
         num_here: The number of ranks on this machine; on rank 0's machine, these are the first ranks.
         stored: The files of it that this rank has stored, by path.
@@ -143,6 +144,7 @@ class CommitJob:
     """
 
     staged: StagedReport
+    claim: str
     parent: str | None = None
     num_here: int = 1
     stored: dict[str, FileEntry] = field(default_factory=dict)
@@ -224,7 +226,7 @@ def store_part(run: Run, job: CommitJob, rank: int) -> bytes:
             return _store(run, job, rank).encode()
         except FileNotFoundError:  # of a reported file, or since the run is gone, of which no other error helps
             with suppress(StorageError, OSError):
-                check_fence(run, attempt_of(job.staged.checkpoint_id))
+                check_fence(run, job.claim)
             raise
     except Exception as exc:  # noqa: BLE001 - all ranks must receive any error rather than wait
         return RemoteError.of(exc).encode()

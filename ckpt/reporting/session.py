@@ -46,6 +46,7 @@ class ReportSettings:
         checkpoint_score_attribute: The metric by which checkpoints are sorted, which must be a number; None sorts them by age.
         decisions: The reports at which the leader decides whether the training goes on; None if it always does.
         grace_s: How long the ranks have for a last checkpoint when termination is requested.
+        claim: The key of the claim of the attempt, which commits as long as that is the newest; None for an evaluation.
 
     """
 
@@ -54,6 +55,7 @@ class ReportSettings:
     checkpoint_score_attribute: str | None = None
     decisions: DecisionPoints | None = None
     grace_s: float = 20.0
+    claim: str | None = None
 
 
 class RankSession:
@@ -104,7 +106,7 @@ class RankSession:
             run, context.world_rank, context.world_size, settings.checkpoint_score_attribute, self.lent
         )
         self._rounds = Rounds(peers, context.attempt, background, is_terminating)
-        self._commits = RankCommits(run, peers, background, self._events, context, restored)
+        self._commits = RankCommits(run, settings.claim, peers, background, self._events, context, restored)
         budget = OverheadBudget(settings.target_overhead, self._commits.costs)
         self._requests = CheckpointRequests(peers, self._rounds, budget, is_terminating)
         self.context = replace(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, claim_key
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
@@ -70,9 +70,9 @@ def begin(led: Run, claimed: Attempt, given: Definition, *, has_seed: bool, may_
     # It may differ though the journal has begun again: a kill came before it was stored.
     known = None if is_fresh else find_definition(led, given, may_differ=may_be_fresh)
     definition = settle_definition(given, known, has_seed=has_seed)
-    journal = Journal(led, claimed.number, len(entries))
+    journal = Journal(led, claim_key(led, claimed), len(entries))
     if definition != known and not (is_fresh and events):
-        check_fence(led, claimed.number)
+        check_fence(led, claim_key(led, claimed))
         store_definition(led, definition)
     if is_fresh:
         return Beginning(definition, journal, [], is_fresh, former)
@@ -92,7 +92,7 @@ def _read(led: Run, claimed: Attempt, *, may_be_new: bool) -> tuple[list[Entry],
             raise
         get_run_logger().warning("a new journal replaces the damaged one: %s", exc)
         former, _ = read_known_trials(led)
-        check_fence(led, claimed.number)  # the next leader may be replacing it
+        check_fence(led, claim_key(led, claimed))  # the next leader may be replacing it
         delete_journal(led)
         return [], [], former
     return entries, events, history_of(events)

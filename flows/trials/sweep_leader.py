@@ -20,24 +20,24 @@ class SweepLeader:
 
     Args:
         sweep: The sweep.
-        attempt: The number of this process's claim on it.
+        claim: The key of this process's claim on it.
         search: Its search, with the trials so far.
         are_deployed: Whether its trials are flow runs of a deployment.
 
     """
 
-    def __init__(self, sweep: CheckpointStore, attempt: int, search: Search, *, are_deployed: bool) -> None:
+    def __init__(self, sweep: CheckpointStore, claim: str, search: Search, *, are_deployed: bool) -> None:
         self._sweep = sweep
-        self._attempt = attempt
+        self._claim = claim
         self._search = search
         self._are_deployed = are_deployed
         self._before = dict(search.trials)
-        self._renewal = ClaimRenewal(sweep, attempt)
+        self._renewal = ClaimRenewal(sweep, claim)
         self._left = LeftTrials(sweep, are_deployed=are_deployed)
 
     def check(self) -> None:
         """Raise FencedError if another process leads the sweep by now."""
-        check_fence(self._sweep, self._attempt)
+        check_fence(self._sweep, self._claim)
 
     def take_over(self, former: Iterable[TrialRecord]) -> None:
         """Release what earlier starts have left: pins, and flow runs of trials that this start does not continue.

@@ -230,13 +230,16 @@ def _download(spec: RankSpec, store: CheckpointStore) -> None:
     That is the checkpoint that it restores, and the claim of the attempt, without which rank 0 can commit nothing.
     """
     download_missing(spec.storage, spec.run, [store.layout.run_info])
-    download_unless(lambda: _is_claimed(store, spec.attempt), spec.storage, spec.run, store.layout.attempts)
+    download_unless(lambda: _is_claimed(store, spec), spec.storage, spec.run, store.layout.attempts)
     if (ref := spec.restored) is not None:
         download_missing(ref.storage, ref.run, _keys_of(ref))
 
 
-def _is_claimed(store: CheckpointStore, attempt: int) -> bool:
-    return any(attempt_number(key) >= attempt for key in claim_keys(store))
+def _is_claimed(store: CheckpointStore, spec: RankSpec) -> bool:
+    claims = claim_keys(store)
+    if spec.reports.claim is not None:
+        return spec.reports.claim in claims
+    return any(attempt_number(key) >= spec.attempt for key in claims)
 
 
 def _keys_of(ref: CheckpointRef) -> Iterator[str]:

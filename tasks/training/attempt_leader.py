@@ -12,7 +12,7 @@ from prefect_torch.ckpt.reporting.decisions import Verdict, send_verdict
 from prefect_torch.ckpt.reporting.events import DecisionRequest
 from prefect_torch.ckpt.reporting.exchange.key_value import KeyValue
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, record_world_size
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome, claim_key, record_world_size
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
 from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.storage.retry import ended_by
@@ -108,16 +108,17 @@ class AttemptLeader:
             get_run_logger().warning("stopped after a report, and failed on the way out, which changes nothing: %s", exc)
             value = None
         if self.regrows:
-            self._record(outcome_of_regrowth(claimed, self._safe_work()))
+            self._record(claimed, outcome_of_regrowth(claimed, self._safe_work()))
         else:
-            self._record(outcome_of_end(claimed, "stopped" if self._is_stopped else "completed", value))
+            self._record(claimed, outcome_of_end(claimed, "stopped" if self._is_stopped else "completed", value))
         return value
 
     def _train_on_machines(self, claimed: Attempt) -> Any:
         self._termination.raise_if_requested()  # who waits may have given up, and releases no GPUs any more
         self._gpus.take(self._termination.raise_if_requested)
         with self._lend() as lease:
-            check_fence(self._store, claimed.number)  # it may have waited for hours, and another flow run trains by now
+            # It may have waited for hours, and another flow run trains by now.
+            check_fence(self._store, claim_key(self._store, claimed))
             if self._job.working_dir is not None:
                 self._job.working_dir.store(self._store)
             num_ranks = num_ranks_here(self._job.scaling, self._gpus) if lease is None else sum(lease.num_ranks)
@@ -143,16 +144,18 @@ class AttemptLeader:
         return nullcontext() if self._machines is None or lease is None else self._machines.look_for_more(lease)
 
     def _run_ranks(self, begun: "_Begun") -> Any:
-        number, config = begun.claimed.number, self._job.run_config
-        files = LogFiles(self._store, self._store.layout.logs(number))
+        claimed, config = begun.claimed, self._job.run_config
+        files = LogFiles(self._store, self._store.layout.logs(claimed.number))
         with rank_logs(config.log_ranks, config.log_level, files) as logs:  # left last: it waits until the lines are stored
-            first_rank_at = partial(_first_rank, self._job, number, begun.start.restored, self._gpus)
+            first_rank_at = partial(_first_rank, self._job, claimed, begun.start.restored, self._gpus)
             start = partial(start_gang, first_rank_at, self._job.failure.hang_timeout_s, self._termination, begun.lease, logs)
             return self._record_ranks(begun, start)
 
     def _record_ranks(self, begun: "_Begun", start_ranks: _StartRanks) -> Any:
         claimed, start = begun.claimed, begun.start
-        recorder = self._recorder = RunRecorder(self._store, self._job, claimed.number, start.own, self._observers)
+        recorder = self._recorder = RunRecorder(
+            self._store, self._job, claim_key(self._store, claimed), start.own, self._observers
+        )
         recorder.on_first_report = start.node_copy.release  # every rank has restored the checkpoint by then
         recorder.on_first_commit = None if start.source_pin is None else start.source_pin.remove
         may_go_on = True
@@ -209,22 +212,22 @@ class AttemptLeader:
         outcome = outcome_of_termination(claimed, self._termination, self._job.failure.grace_s, self._safe_work())
         self._termination.outcome = outcome
         get_run_logger().warning("attempt %d: %s", claimed.number, outcome.error)
-        self._record(outcome)
+        self._record(claimed, outcome)
 
     def _record_failure(self, claimed: Attempt, failure: Exception) -> None:
         if not isinstance(failure, RankFailedError):
-            self._record(outcome_of_failure(claimed, failure))
+            self._record(claimed, outcome_of_failure(claimed, failure))
             return
         if failure.rank is not None and is_of_gpu(failure.original):
             self._gpus.leave_out(failure.rank)
         if self._recorder is None or not self._recorder.has_committed:
             count_as_lost(failure)
-        self._record(outcome_of_failure(claimed, failure))
+        self._record(claimed, outcome_of_failure(claimed, failure))
         is_fenced = isinstance(failure.original, FencedError)  # then the run may be further, or gone
         log_failure(failure, "" if is_fenced else self._safe_work())
 
-    def _record(self, outcome: Outcome) -> None:
-        record_outcome(self._store, outcome)
+    def _record(self, claimed: Attempt, outcome: Outcome) -> None:
+        record_outcome(self._store, claimed, outcome)
         self._observers.notify(AttemptEnded(outcome))
 
     def _safe_work(self) -> str:
@@ -250,11 +253,11 @@ class _Begun:
 
 
 def _first_rank(
-    job: TrainJob, attempt: int, restored: CheckpointRef | None, gpus: GpuAllocation, rendezvous: Address
+    job: TrainJob, claimed: Attempt, restored: CheckpointRef | None, gpus: GpuAllocation, rendezvous: Address
 ) -> RankSpec:
     checkpoint = job.checkpoint
     return replace(
-        first_rank(job, gpus, rendezvous, storage=job.storage, run=job.run, attempt=attempt, restored=restored),
+        first_rank(job, gpus, rendezvous, storage=job.storage, run=job.run, attempt=claimed.number, restored=restored),
         records_collectives=job.scaling.use_gpu and job.failure.hang_timeout_s is not None,
         reports=ReportSettings(
             checkpoint.max_in_flight,
@@ -262,6 +265,7 @@ def _first_rank(
             checkpoint.checkpoint_score_attribute,
             None if job.decisions is None else job.decisions.points(),
             job.failure.grace_s,
+            claim_key(job.store, claimed),
         ),
         flush_s=_FLUSH_S,
         ranks_at_once=job.ranks_at_once,

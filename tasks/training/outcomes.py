@@ -7,10 +7,11 @@ from typing import Any
 
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import StorageError
-from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Ending, Outcome, claim_key, write_outcome
 from prefect_torch.ckpt.runs.manifest import step_of
 from prefect_torch.ckpt.runs.metrics import from_json
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.prefect_api.flow_run import is_being_cancelled
 from prefect_torch.tasks.rank.errors import RankFailedError, show_traceback
@@ -22,10 +23,18 @@ _MAX_RETURN_BYTES = 1 << 20
 _MOST_TRACEBACKS = 16  # of hundreds of ranks that raise the same
 
 
-def record_outcome(run: Run, outcome: Outcome) -> None:
-    """Store how an attempt ended; log a failure to store it, lest that hide the error that is being raised."""
+def record_outcome(run: Run, claimed: Attempt, outcome: Outcome) -> None:
+    """Store how an attempt ended; log a failure to store it, lest that hide the error that is being raised.
+
+    Not stored is that of an attempt whose claim is gone: the number may be another attempt's by now.
+    """
     try:
-        write_outcome(run, outcome)
+        if find_size(run.storage, claim_key(run, claimed)) is None:
+            get_run_logger().warning(
+                "the outcome of attempt %d of run %r is not stored: its claim is gone", outcome.attempt, run.name
+            )
+        else:
+            write_outcome(run, outcome)
     except (StorageError, OSError) as exc:
         get_run_logger().warning("the outcome of attempt %d of run %r could not be written: %s", outcome.attempt, run.name, exc)
 

@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord, lost_records, newest_of_each, read_history
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
+from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.manifest import Manifest, ManifestMemory
 from prefect_torch.ckpt.runs.metrics import add_newest
 from prefect_torch.ckpt.storage.retry import is_refusal
@@ -35,7 +36,7 @@ class RunRecorder:
     Args:
         store: The run.
         job: The training.
-        attempt: The attempt's number.
+        claim: The key of the attempt's claim.
         restored: The checkpoint of the run that the ranks restore, or None.
         observers: They are notified of every report and commit.
 
@@ -48,14 +49,14 @@ class RunRecorder:
     """
 
     def __init__(
-        self, store: CheckpointStore, job: TrainJob, attempt: int, restored: Manifest | None, observers: Observers
+        self, store: CheckpointStore, job: TrainJob, claim: str, restored: Manifest | None, observers: Observers
     ) -> None:
         self.newest = self._restored_id = None if restored is None else restored.id
         self.on_first_report: Callable[[], None] | None = None
         self.on_first_commit: Callable[[], None] | None = None
         self.on_request: Callable[[DecisionRequest], None] | None = None
         self._store = store
-        self._attempt = attempt
+        self._attempt = attempt = attempt_number(claim)
         self._observers = observers
         self._unrecorded: dict[str, CommitEvent] = {}
         self._reported: set[str] = set()
@@ -73,7 +74,7 @@ class RunRecorder:
         known = [] if job.policy.num_to_keep is None else read_manifests(replace(store, memory=memory), listed)
         self._deciding: Future[None] | None = None
         self._retention = RetentionSchedule(
-            job, attempt, known, self._restored_id, observers, memory, has_leftovers=_has_leftovers(store, attempt)
+            job, claim, known, self._restored_id, observers, memory, has_leftovers=_has_leftovers(store, attempt)
         )
         self._logger = get_run_logger()
         self._writer = ThreadPoolExecutor(1, "prefect-torch-recorder")
@@ -81,7 +82,7 @@ class RunRecorder:
         self._flush_backoff = Backoff()
         self._is_closing = False
         self._renewing: Future[None] | None = None
-        self._claim = ClaimRenewal(store, attempt)
+        self._claim = ClaimRenewal(store, claim)
         self._index = IndexWriter(store)
         self._may_replace_hint = True
         self._write(partial(self._repair_index, listed), "the index of manifests")

@@ -36,7 +36,7 @@ class RetentionSchedule:
 
     Args:
         job: The training.
-        attempt: The attempt's number.
+        claim: The key of the attempt's claim.
         known: The checkpoints that were committed before.
         restored: The id of the checkpoint that the ranks restore, which must be kept; or None.
         observers: They are notified of what was pruned.
@@ -50,7 +50,7 @@ class RetentionSchedule:
     def __init__(
         self,
         job: TrainJob,
-        attempt: int,
+        claim: str,
         known: Sequence[Committed],
         restored: str | None,
         observers: Observers,
@@ -61,7 +61,7 @@ class RetentionSchedule:
     ) -> None:
         self._job = job
         self._policy = job.policy
-        self._attempt = attempt
+        self._claim = claim
         self._observers = observers
         self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
@@ -114,7 +114,7 @@ class RetentionSchedule:
                         self._job.store.storage,
                         self._job.run,
                         self._policy,
-                        limits=PruneLimits(self._in_use, recorded, self._attempt),
+                        limits=PruneLimits(self._in_use, recorded, self._claim),
                         memory=self._memory,
                         garbage=self._take_garbage_turn(),
                     )

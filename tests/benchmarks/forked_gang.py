@@ -20,7 +20,7 @@ import file_faults
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy
 from prefect_torch.ckpt.reporting.events import CommitEvent, EventReceiver
 from prefect_torch.ckpt.reporting.session import ReportSettings
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, newest_attempt, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
@@ -121,7 +121,7 @@ def _lead(training: Training, plan: file_faults.Plan) -> None:
         restored = CheckpointRef(store.spec, RUN, chosen.id)
         record_resumed_from(store, attempt, restored.open().path)
     rendezvous = Rendezvous()
-    ranks = [_fork_rank(training, plan, _spec(training, store, attempt.number, restored, rendezvous.address, rank), rendezvous)
+    ranks = [_fork_rank(training, plan, _spec(training, store, attempt, restored, rendezvous.address, rank), rendezvous)
              for rank in range(training.world_size)]  # fmt: skip
     key_value = rendezvous.serve()
     _keep_books(training, store, attempt.number, chosen, key_value, ranks)
@@ -166,12 +166,12 @@ def _spec(training, store, attempt, restored, address, rank) -> RankSpec:
         rendezvous=address,
         storage=store.spec,
         run=RUN,
-        attempt=attempt,
+        attempt=attempt.number,
         restored=restored,
         function=pack_function(training.train_fn, config),
         use_gpu=False,
         backend=None,
-        reports=ReportSettings(),
+        reports=ReportSettings(claim=claim_key(store, attempt)),
         flush_s=5.0,
     )
 

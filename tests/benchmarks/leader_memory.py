@@ -72,7 +72,7 @@ def main():
         prune = retention_schedule.prune_checkpoints = Prune()
         job = SimpleNamespace(store=SimpleNamespace(storage=None), run="run", policy=POLICY)
         schedule = retention_schedule.RetentionSchedule(
-            job, 1, [], None, SimpleNamespace(notify=lambda it: view.record(it, time.time())), ManifestMemory()
+            job, "a claim", [], None, SimpleNamespace(notify=lambda it: view.record(it, time.time())), ManifestMemory()
         )
         prune.schedule = schedule
         rendezvous = Rendezvous()

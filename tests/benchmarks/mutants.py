@@ -79,10 +79,11 @@ MUTANTS = [
         ("if not torn.issuperset(unreadable):", "if False:"),
         ("for attempt in readable:", "for attempt in readable[:1]:"),
         ("lineage=number if lineage is None else lineage", "lineage=number"),
-        ("default=attempt)) > attempt:", "default=attempt)) > attempt + 1:"),
+        ("_newest_number(listed)) > attempt:", "_newest_number(listed)) > attempt + 1:"),
+        ("if claim not in listed:\n        raise", "if attempt not in map(attempt_number, listed):\n        raise"),
     ),
     *mutants_of(
-        "ckpt/runs/attempts/claims.py", "tests/ckpt/storage/test_listings.py", ("if attempt not in numbers:", "if False:")
+        "ckpt/runs/attempts/claims.py", "tests/ckpt/storage/test_listings.py", ("if claim not in listed:", "if False:")
     ),
     *mutants_of(
         "ckpt/runs/attempts/status.py",
@@ -285,7 +286,7 @@ MUTANTS = [
         "tests/ckpt/reporting/test_timings.py tests/ckpt/reporting/test_reports.py",
         ('{"stall_s": max(', '{"stall_s": min('),
         ("max(all_stored_s, *(part.stored_s for part in parts))", "all_stored_s"),
-        ("check_fence(run, attempt)", "pass"),
+        ("check_fence(run, job.claim)\n    run", "pass\n    run"),
     ),
     *mutants_of(
         "tasks/rank/failures.py",
@@ -370,13 +371,13 @@ MUTANTS = [
     *mutants_of(
         "tasks/prune_task.py",
         "tests/tasks/test_prune_task.py",
-        ("check_fence(store, limits.attempt)", "pass"),
+        ("check_fence(store, limits.claim)", "pass"),
         ("if garbage and not dry_run:", "if garbage:"),
     ),
     *mutants_of(
         "ckpt/runs/deletion/pruning.py",
         "tests/tasks/test_prune_task.py",
-        ("check_fence(run, attempt)", "pass"),
+        ("check_fence(run, claim)", "pass"),
         ("mark.remove()", "pass"),
     ),
     *mutants_of(
@@ -430,7 +431,7 @@ MUTANTS = [
         "tasks/training/retention_schedule.py",
         "tests/tasks/training/test_retention_schedule.py",
         ("() if restored is None else (restored,)", "()"),
-        ("PruneLimits(self._in_use, recorded, self._attempt)", "PruneLimits((), recorded, self._attempt)"),
+        ("PruneLimits(self._in_use, recorded, self._claim)", "PruneLimits((), recorded, self._claim)"),
         ("self._in_use = ()  # no rank", "pass  # no rank"),
     ),
     *mutants_of(
@@ -478,7 +479,7 @@ MUTANTS = [
     *mutants_of(
         "tasks/training/attempt_leader.py",
         "tests/flows/test_interruptions.py -k overtaken_while_it_waited",
-        ("check_fence(self._store, claimed.number)", "pass"),
+        ("check_fence(self._store, claim_key(self._store, claimed))", "pass"),
     ),
     *mutants_of(
         "flows/trials/leading.py",

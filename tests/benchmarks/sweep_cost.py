@@ -80,6 +80,7 @@ def show_trials(trials):
 
 
 def show_memory(trials):
+    from prefect_torch.ckpt.runs.attempts.attempt import claim_key
     from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
     from prefect_torch.ckpt.runs.attempts.owner import Owner
     from prefect_torch.ckpt.runs.run import Run
@@ -97,8 +98,8 @@ def show_memory(trials):
     space = parse_space({"lr": uniform(0, 1), "momentum": uniform(0, 1)})
     with tempfile.TemporaryDirectory(prefix="prefect-torch-sweep-", dir=".") as folder:
         run = Run.open(folder, "sweep")
-        claimed = claim_attempt(run, Owner.current(), world_size=0).number
-        search = Search(config, space, 0, RecordedTrials([], Journal(run, claimed, 0).append), "sweep")
+        claim = claim_key(run, claim_attempt(run, Owner.current(), world_size=0))
+        search = Search(config, space, 0, RecordedTrials([], Journal(run, claim, 0).append), "sweep")
         begun_s = time.perf_counter()
         for number in range(1, trials + 1):
             trial = search.next_trial()

@@ -23,7 +23,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect_servers import api_that_answers
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, newest_attempt, read_outcomes, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.index.reading import read_manifests
@@ -254,7 +254,7 @@ def test_the_leader_of_a_training_drops_what_was_evaluated_meanwhile_and_waits_f
     @flow
     def training():
         job = SimpleNamespace(store=store, run="run", policy=policy)
-        retention = RetentionSchedule(job, 1, manifests[:3], None, Observers([]), ManifestMemory())
+        retention = RetentionSchedule(job, *claim_keys(store), manifests[:3], None, Observers([]), ManifestMemory())
         newest = manifests[3]
         retention.committed(CommitEvent(newest.id, newest.step, newest.metrics, newest.total_bytes, 0.0))
         retention.finish(manifests[3].id)

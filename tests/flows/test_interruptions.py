@@ -588,7 +588,7 @@ def test_a_terminated_evaluation_does_not_retry_for_longer_than_its_process_live
 def test_the_outcome_of_a_terminated_sweep_is_tried_once(tmp_path, monkeypatch):
     recorded = []
 
-    def record(_, outcome):
+    def record(_, __, outcome):
         check_that_it_tries_once()
         recorded.append(outcome.ending)
 

@@ -132,13 +132,13 @@ def train_epoch(model, optimizer, epoch: int) -> None:
     optimizer.step()
 
 
-def tell_of_fence(told: Path, epoch: int, check_fence, run, attempt: int) -> None:
+def tell_of_fence(told: Path, epoch: int, check_fence, run, claim: str) -> None:
     """Check the fence of the commit of `epoch` only after another attempt has begun, and write down what that said."""
     if next(_commits) == epoch:
         (told / "commits").touch()
         wait_for(lambda: len(list(list_attempts(run))) > 1, "another attempt")
     try:
-        check_fence(run, attempt)
+        check_fence(run, claim)
     except BaseException as exc:
         (told / "fence").write_text(type(exc).__name__)
         raise

@@ -15,6 +15,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.node import Node
 from prefect_torch.ckpt.reporting.rank_report import ReportArguments
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key, claim_keys
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -24,7 +25,8 @@ class Session(RankSession):
     """A session that a test makes and calls with what matters to it; `api.report` may call it, too."""
 
     def __init__(self, *arguments, restored=None, settings=None, is_terminating=never, node=None) -> None:
-        super().__init__(*arguments, restored, settings or ReportSettings(), is_terminating, node)
+        settings = settings or ReportSettings(claim=claim_keys(arguments[1])[-1])
+        super().__init__(*arguments, restored, settings, is_terminating, node)
 
     def report(self, metrics, checkpoint=None, *, state=None, step=None, progress=None, upload=None) -> None:
         is_whole = isinstance(metrics, ReportArguments)
@@ -44,10 +46,11 @@ class Attempt:
 
     def __init__(self, store: CheckpointStore, world_size: int = 1, nodes: Sequence[int] = (), **settings: Any) -> None:
         self.store = store
-        self.settings = ReportSettings(**settings)
         self.ends_soon = False
         self.world_size = world_size
-        self.number = claim_attempt(store, Owner.current(), world_size=world_size).number
+        claimed = claim_attempt(store, Owner.current(), world_size=world_size)
+        self.number, self.claim = claimed.number, claim_key(store, claimed)
+        self.settings = ReportSettings(**settings, claim=self.claim)
         manifest = choose_checkpoint(store, lineage=1, verify="digest")
         self.restored = None if manifest is None else store.checkpoint(manifest)
         self.key_value = MemoryKeyValue()

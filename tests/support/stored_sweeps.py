@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta, timezone
 from uuid import UUID
 
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -49,7 +49,7 @@ def store_sweep(storage, *, search: SearchConfig = SEARCH, ending: str | None = 
     space = {"lr": {"kind": "loguniform", "low": 1e-6, "high": 0.1}}
     definition = define("train_digits:train_fn", space, {"epochs": 9}, search)
     store_definition(run, definition)
-    journal = Journal(run, attempt.number, 0)
+    journal = Journal(run, claim_key(run, attempt), 0)
     events = events_of_a_sweep()
     for event in events:
         journal.append(encode_event(event))

@@ -15,8 +15,8 @@ from prefect_torch.tasks.prune_task import REFUSED, prune_checkpoints
 from ranks import Attempt, folder
 
 
-def prune(store, attempt, num_to_keep=1):
-    limits = None if attempt is None else PruneLimits(attempt=attempt)
+def prune(store, claim, num_to_keep=1):
+    limits = None if claim is None else PruneLimits(claim=claim)
     with disable_run_logger():
         return prune_checkpoints.fn(store.spec, "run", RetentionPolicy(num_to_keep), limits)
 
@@ -30,9 +30,9 @@ def test_an_overtaken_attempt_deletes_nothing(tmp_path):
     second = Attempt(store)
     for num_to_keep in (1, 9):  # it collects no garbage either
         with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
-            prune(store, first.number, num_to_keep)
+            prune(store, first.claim, num_to_keep)
     assert len(store.list()) == 3
-    prune(store, second.number)
+    prune(store, second.claim)
     assert len(store.list()) == 1
 
 
@@ -78,9 +78,21 @@ def test_an_attempt_that_is_overtaken_during_a_prune_deletes_no_more(tmp_path, m
     monkeypatch.setattr(marks, "_RENEW_S", -1.0)  # as if each deletion took minutes
     monkeypatch.setattr(type(store.storage), "delete", overtaken)
     with pytest.raises(FencedError, match="overtaken by attempt 2"):
-        prune(store, first.number)
+        prune(store, first.claim)
     assert len(store.list()) == 3
     assert list(store.storage.list(store.layout.deletions)) == []
+
+
+def test_an_attempt_whose_run_was_deleted_and_begun_again_prunes_nothing(tmp_path):
+    store = CheckpointStore.open(tmp_path / "store", "run")
+    deleted = Attempt(store)
+    store.storage.delete(store.keys("run/"))
+    begun = Attempt(store)
+    for _ in range(2):
+        begun.session().report({}, folder(tmp_path / "c", model="x"))
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        prune(store, deleted.claim)
+    assert len(store.list()) == 2
 
 
 def test_where_nothing_may_be_deleted_the_prune_of_a_training_keeps_all_and_completes(tmp_path, monkeypatch):
@@ -94,7 +106,7 @@ def test_where_nothing_may_be_deleted_the_prune_of_a_training_keeps_all_and_comp
         raise PermissionError("WORM protected")
 
     monkeypatch.setattr(type(store.storage), "delete", refused)
-    decided = prune(store, attempt.number)
+    decided = prune(store, attempt.claim)
     assert (list(decided.keep.values()), decided.drop) == ([("latest", "last"), (REFUSED,), (REFUSED,)], ())
     write_outcome(store, Outcome(attempt.number, "completed"))
     with pytest.raises(StorageError, match=r"2 of 2 checkpoints of run 'run' could not be deleted.*WORM protected$"):
@@ -111,9 +123,9 @@ def test_a_training_that_keeps_all_deletes_what_a_killed_attempt_has_left(tmp_pa
     store.pin(first.id)
     half = "000001-00000005-00000000"
     store.storage.put_bytes(store.layout.data(half, "model"), b"half")
-    prune(store, attempt.number, None)
+    prune(store, attempt.claim, None)
     assert sorted(store.storage.folders(store.layout.checkpoints)) == [first.id, half, second.id]
     os.utime(store.storage.local_path(store.layout.data(half, "model")), (0, 0))
-    decided = prune(store, attempt.number, None)
+    decided = prune(store, attempt.claim, None)
     assert (decided.keep, decided.drop) == ({first.id: ("pinned",)}, ())
     assert sorted(store.storage.folders(store.layout.checkpoints)) == [first.id, second.id]

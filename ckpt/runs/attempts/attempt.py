@@ -150,7 +150,12 @@ def read_attempt(run: Run, key: str) -> Attempt | None:
         UnsupportedFormatError: If a newer version made it.
 
     """
-    return run.records.get(Attempt, key, "the claim of an attempt", key_of=lambda it: run.layout.attempt(it.number, it.token))
+    return run.records.get(Attempt, key, "the claim of an attempt", key_of=partial(claim_key, run))
+
+
+def claim_key(run: Run, attempt: Attempt) -> str:
+    """Return the key of an attempt's claim, which no other attempt ever has, whatever was deleted of the run."""
+    return run.layout.attempt(attempt.number, attempt.token)
 
 
 def claim_keys(run: Run) -> list[str]:
@@ -188,8 +193,7 @@ def newest_claims(run: Run, keys: Sequence[str] | None = None) -> tuple[list[Att
 
 def rewrite_claim(run: Run, attempt: Attempt) -> None:
     """Store a claim again, with a digest: one changed digit could begin a new lineage, or make a prune keep less."""
-    key = run.layout.attempt(attempt.number, attempt.token)
-    put_despite_full_disk(run, lambda: run.records.put(key, asdict(attempt)))
+    put_despite_full_disk(run, lambda: run.records.put(claim_key(run, attempt), asdict(attempt)))
 
 
 def record_resumed_from(run: Run, attempt: Attempt, checkpoint: str) -> None:

@@ -21,7 +21,7 @@ from prefect_torch.ckpt.storage.retry import with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
-from .attempt import Attempt, claim_keys, newest_claims, rewrite_claim
+from .attempt import Attempt, claim_key, claim_keys, newest_claims, rewrite_claim
 from .begun import lists_anything
 from .owner import Owner
 
@@ -89,7 +89,7 @@ def claim_attempt(
             claimed_at=utc_now(),
             settings=settings or {},
         )
-        key = run.layout.attempt(attempt.number, attempt.token)
+        key = claim_key(run, attempt)
         claims = _put_claim(run, key, attempt)
         is_newest = [it for it in claims if attempt_number(it) >= number] == [key]
         is_next = known is None or known.issuperset(set(claims) - {key})
@@ -186,12 +186,12 @@ class ClaimRenewal:
 
     Args:
         run: The run.
-        attempt: The attempt's number, which this process has claimed just now.
+        claim: The key of the claim, which this process has made just now.
 
     """
 
-    def __init__(self, run: Run, attempt: int) -> None:
-        self._run, self._attempt = run, attempt
+    def __init__(self, run: Run, claim: str) -> None:
+        self._run, self._claim = run, claim
         self._since_stored = Stopwatch()
 
     @property
@@ -205,34 +205,39 @@ class ClaimRenewal:
         run = self._run
         try:
             for attempt in newest_claims(run)[0]:
-                if attempt.number == self._attempt:
+                if claim_key(run, attempt) == self._claim:
                     rewrite_claim(run, attempt)
             if "run_id" in (info := run.records.get_json(run.layout.run_info) or {}):
                 run.records.put_json(run.layout.run_info, info)
         except (CheckpointError, OSError) as exc:
             _logger.warning(
-                "the claim of attempt %d on run %r was not stored again, as each day: %s", self._attempt, run.name, exc
+                "the claim of attempt %d on run %r was not stored again, as each day: %s",
+                attempt_number(self._claim),
+                run.name,
+                exc,
             )
 
 
-def check_fence(run: Run, attempt: int) -> None:
-    """Raise FencedError unless `attempt` is the newest; one listing, usually of this attempt's claim alone.
+def check_fence(run: Run, claim: str) -> None:
+    """Raise FencedError unless the attempt with this claim is the newest; one listing, usually of this claim alone.
+
+    By the claim's key, not by its number: once a claim is deleted, another attempt may get the same number.
 
     Raises:
         FencedError: If a newer attempt owns the run, or the claim is gone.
         StorageError: If nothing of the run is listed, although it exists, until the retries end.
 
     """
-    numbers = _numbers_from(attempt, run, run.storage)
-    if attempt not in numbers:
+    attempt, listed = attempt_number(claim), _claims_from(claim, run, run.storage)
+    if claim not in listed:
         with suppress(_ClaimNotListedError):  # without retries, it is raised by the first listing
-            numbers = _list_claim_again(run, attempt)
-    if (newest := max(numbers, default=attempt)) > attempt:
+            listed = _list_claim_again(run, claim)
+    if (newest := _newest_number(listed)) > attempt:
         raise FencedError(
             f"attempt {attempt} of run {run.name!r} was overtaken by attempt {newest}: "
             "this process no longer owns the run and must stop"
         )
-    if attempt not in numbers:
+    if claim not in listed:
         raise FencedError(
             f"the claim of attempt {attempt} on run {run.name!r} is gone from {run.storage.url}: somebody deleted, moved "
             "or unmounted the run while it was being trained, or a cleaner deleted its old files, so this process must stop; "
@@ -240,20 +245,20 @@ def check_fence(run: Run, attempt: int) -> None:
         )
 
 
-def _numbers_from(attempt: int, run: Run, storage: Storage) -> set[int]:
-    after = f"{run.layout.attempts}{attempt:06d}"
-    return {attempt_number(info.key) for info in storage.list(run.layout.attempts, after=after)}
+def _claims_from(claim: str, run: Run, storage: Storage) -> set[str]:
+    """Return the keys of the claims with the number of `claim`, and of newer ones."""
+    after = f"{run.layout.attempts}{attempt_number(claim):06d}"
+    return {info.key for info in storage.list(run.layout.attempts, after=after) if attempt_number(info.key)}
 
 
-def _list_claim_again(run: Run, attempt: int) -> set[int]:
-    """Return the claimed numbers from `attempt` on, by listings that are repeated for a while if all leave them out."""
+def _list_claim_again(run: Run, claim: str) -> set[str]:
+    """Return the claims from the number of `claim` on, by listings that are repeated for a while if all show none."""
     until_s = time.monotonic() + _LISTED_WITHIN_S
 
-    def list_again(storage: Storage) -> set[int]:
-        found = _numbers_from(attempt, run, storage) if lists_anything(run, storage) else set()
-        is_left_out = max(found, default=0) < attempt and time.monotonic() < until_s
-        if is_left_out and find_size(storage, run.layout.run_info) is not None:
-            raise _ClaimNotListedError(f"{storage.url} does not list the claim of attempt {attempt} on run {run.name!r}")
+    def list_again(storage: Storage) -> set[str]:
+        found = _claims_from(claim, run, storage) if lists_anything(run, storage) else set()
+        if not found and time.monotonic() < until_s and find_size(storage, run.layout.run_info) is not None:
+            raise _ClaimNotListedError(f"{storage.url} does not list {claim}")
         return found
 
     return with_retries(run.storage, "listing", run.layout.attempts, list_again)

@@ -17,14 +17,15 @@ class PruneLimits:
         in_use: The ids that ranks restore.
         up_to: The newest checkpoint whose report is in the metric history: of a newer one, the manifest is the only record.
             None sets no such limit.
-        attempt: The attempt that prunes, which deletes nothing once it is overtaken; None for another process.
+        claim: The key of the claim of the attempt that prunes, which deletes nothing once it is overtaken; None for another
+            process.
         own_metric: The metric of the run's own policy, which its checkpoints may lack: they may await their evaluation.
 
     """
 
     in_use: tuple[str, ...] = ()
     up_to: str | None = None
-    attempt: int | None = None
+    claim: str | None = None
     own_metric: str | None = None
 
     def narrowed(self, in_use: Iterable[str], up_to: str | None) -> "PruneLimits":

@@ -49,12 +49,12 @@ def prune(run: Run, policy: RetentionPolicy, limits: PruneLimits, *, dry_run: bo
     pinned = run.pinned()
     with no_collection():
         decided = plan(manifests, policy, pinned=pinned, in_use=kept, up_to=limits.up_to, overdue=overdue)
-    if decided.drop and limits.attempt is None and policy.checkpoint_score_attribute != limits.own_metric:
+    if decided.drop and limits.claim is None and policy.checkpoint_score_attribute != limits.own_metric:
         require_score(run.name, manifests, policy.checkpoint_score_attribute)
     if dry_run or not decided.drop:
         return decided
     with marked(run, (manifest.id for manifest in decided.drop)) as mark:
-        stayed = _delete_all(run, decided.drop, attached, mark, limits.attempt)
+        stayed = _delete_all(run, decided.drop, attached, mark, limits.claim)
     return Plan(
         keep={**decided.keep, **dict.fromkeys(stayed, ("pinned",))},
         drop=tuple(manifest for manifest in decided.drop if manifest.id not in stayed),
@@ -89,7 +89,7 @@ def _delete_all(
     dropped: tuple[Manifest, ...],
     evaluations: dict[str, tuple[str, ...]],
     mark: DeletionMark,
-    attempt: int | None = None,
+    claim: str | None = None,
 ) -> set[str]:
     """Delete the checkpoints that were not pinned meanwhile, and return the ids of those that were."""
     failures = Failures()
@@ -103,7 +103,7 @@ def _delete_all(
             with failures.note(group[0].id):
                 if mark.is_due:
                     pinned = None
-                    _renew(run, mark, attempt)
+                    _renew(run, mark, claim)
                 if pinned is None:
                     pinned = mark.pinned()
                 try:
@@ -134,11 +134,11 @@ def _failure(run: Run, failures: Sequence[tuple[str, Exception]], num_done: int,
     return StorageError(f"{left}; the next prune tries again")
 
 
-def _renew(run: Run, mark: DeletionMark, attempt: int | None) -> None:
+def _renew(run: Run, mark: DeletionMark, claim: str | None) -> None:
     """Renew the mark of a deletion, unless a newer attempt owns the run: then nothing more is deleted."""
-    if attempt is not None:
+    if claim is not None:
         try:
-            check_fence(run, attempt)
+            check_fence(run, claim)
         except FencedError:
             mark.remove()
             raise

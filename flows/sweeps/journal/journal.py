@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from prefect_torch.ckpt import CheckpointCorruptError
 from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
+from prefect_torch.ckpt.runs.layout import attempt_number
 from prefect_torch.ckpt.runs.metrics import from_json, to_json
 from prefect_torch.ckpt.runs.parts.merging import Merging
 from prefect_torch.ckpt.runs.run import Run
@@ -64,14 +65,15 @@ class Journal:
 
     Args:
         run: The sweep.
-        attempt: The leader's attempt, which it has claimed.
+        claim: The key of the leader's claim.
         entries: The number of entries so far, which this leader has read.
 
     """
 
-    def __init__(self, run: Run, attempt: int, entries: int) -> None:
+    def __init__(self, run: Run, claim: str, entries: int) -> None:
         self._run = run
-        self._attempt = attempt
+        self._claim = claim
+        self._attempt = attempt_number(claim)
         self._next = entries
         self._parts: list[Part] = []  # of this attempt, not merged yet
         self._lines: list[bytes] = []
@@ -85,7 +87,7 @@ class Journal:
             StorageError: If the storage fails, also if only the merge with earlier entries does, after this one was stored.
 
         """
-        check_fence(self._run, self._attempt)
+        check_fence(self._run, self._claim)
         line = seal({"format": FORMAT_VERSION, "number": self._next, "attempt": self._attempt, "entry": to_json(entry)})
         part = self._part(self._next, 1)
         self._run.storage.put_bytes(part.key, line)

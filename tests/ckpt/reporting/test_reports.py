@@ -817,6 +817,20 @@ def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
     assert store.list() == []
 
 
+def test_an_attempt_whose_run_was_deleted_and_begun_again_commits_nothing(store, tmp_path):
+    """As a machine that was presumed dead wakes up: its number is also that of the attempt that trains now."""
+    deleted = Attempt(store)
+    session = deleted.session()
+    session.report({}, folder(tmp_path / "old", m="old"), step=50)
+    store.storage.delete(store.keys("run/"))
+    begun = Attempt(store)
+    begun.session().report({}, folder(tmp_path / "new", m="new"))
+    assert begun.number == deleted.number
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        session.report({}, folder(tmp_path / "old", m="old"), step=51)
+    assert [it.step for it in store.list()] == [0]
+
+
 def test_metadata_is_committed_with_the_files_and_can_change_afterwards(store, tmp_path):
     checkpoint = folder(tmp_path / "c", model="x")
     checkpoint.set_metadata({"author": "me"})

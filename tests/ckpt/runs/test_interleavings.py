@@ -23,7 +23,7 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageSpec,
 )
-from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key, list_attempts
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
@@ -205,7 +205,7 @@ def test_of_simultaneous_starts_exactly_one_owns_the_run_however_they_interleave
         turns.give(waiting[next(choices, 0) % len(waiting)])
     (winner,) = (starter for starter in starters.values() if starter.claimed is not None)
     assert [attempt.token for attempt in list_attempts(store)] == [winner.claimed.token]
-    check_fence(store, winner.claimed.number)
+    check_fence(store, claim_key(store, winner.claimed))
     assert sum(starter.is_refused for starter in starters.values()) == 2
 
 

@@ -180,10 +180,10 @@ def test_a_commit_costs_its_files_one_put_and_two_listings_at_any_number_of_rank
     monkeypatch.setattr(agreement, "new_id", lambda *_: "000001-00000000-0123abcd")
     for rank in range(1, world_size):
         store.storage.put_bytes(store.layout.data("000001-00000000-0123abcd", f"m{rank}"), b"data")
-    counting.taken()
     key_value = MemoryKeyValue()
     play_other_ranks(key_value, world_size)
     session = Session(TrainContext(0, 0, 0, world_size, world_size, "run", 1), store, key_value)
+    counting.taken()
     session.report({"loss": 0.0}, folder(tmp_path / "c", m0="data"), step=None)
     pages = 1 + world_size // 1000  # of the files
     assert counting.taken() == {"put_file": 1, "put_bytes": 1, "list": pages + 1, "size": 1}  # the fence, and the manifest

@@ -35,6 +35,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.rank_part import CommitJob, RankPart, StagedReport
 from prefect_torch.ckpt.reporting.rank_report import Report
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.manifest import new_id
@@ -637,8 +638,8 @@ def test_a_state_in_another_precision_than_its_parameter_keeps_it(store):
 
 def test_a_rank_whose_report_began_first_counts_by_its_own_clock(store):
     """Rank 0 came a minute later, and its clock says nothing of when rank 1 began."""
-    job = CommitJob(StagedReport(Report(time.monotonic(), 0, {}), Agreement(0, checkpoint_id=new_id(1, 0))))
-    claim_attempt(store, Owner.current(), world_size=2)
+    claim = claim_key(store, claim_attempt(store, Owner.current(), world_size=2))
+    job = CommitJob(StagedReport(Report(time.monotonic(), 0, {}), Agreement(0, checkpoint_id=new_id(1, 0))), claim)
     manifest = write_manifest(store, job, [RankPart(stall_s=0.0), RankPart(stall_s=50.0, stored_s=60.0)])
     assert (manifest.timings["stall_s"], manifest.timings["durable_s"] >= 60.0) == (50.0, True)
 

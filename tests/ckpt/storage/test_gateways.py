@@ -18,6 +18,7 @@ from http_proxy import Response, proxied
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import CommitFailedError, MalformedRecordError
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key
 from prefect_torch.ckpt.runs.attempts.begun import check_begun
 from prefect_torch.ckpt.runs.attempts.claims import _put_claim, check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -301,7 +302,7 @@ def test_nobody_is_fenced_and_no_run_is_missing_for_listings_that_stay_none(stor
     store = CheckpointStore.open(storage, "run")
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     proxy.change = lambda _method, path, response: Response(200, body) if "list-type" in path else response
-    for ask in (lambda: check_fence(store, claimed.number), lambda: check_begun(store)):
+    for ask in (lambda: check_fence(store, claim_key(store, claimed)), lambda: check_begun(store)):
         with pytest.raises(StorageError, match=r"lists nothing of run 'run', but has its run/run.json: something before"):
             ask()
     with pytest.raises(FileNotFoundError, match="there is no run 'other'"):
@@ -315,7 +316,7 @@ def test_listings_that_are_none_for_a_while_are_waited_for(moto, proxy, number):
     store = CheckpointStore.open(spec, "run")
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     for ask in (
-        lambda: check_fence(store, claimed.number),
+        lambda: check_fence(store, claim_key(store, claimed)),
         lambda: check_begun(store),
         lambda: _put_claim(store, store.layout.attempt(2, "0123abcd"), replace(claimed, number=2)),
     ):

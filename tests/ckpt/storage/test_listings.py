@@ -10,7 +10,15 @@ from memory_storage import MemoryStorage
 from odd_listings import Emptied, FailingListings, OddListings, Server, Shuffled, Stale, info_of
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, FencedError, RetentionPolicy, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, newest_attempt, read_outcomes, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import (
+    Outcome,
+    claim_key,
+    claim_keys,
+    list_attempts,
+    newest_attempt,
+    read_outcomes,
+    write_outcome,
+)
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.attempts.status import read_status
@@ -85,9 +93,10 @@ def test_a_run_reads_alike_in_whatever_order_it_is_listed(seed):
     assert [it.id for it in store.best(2, "eval/accuracy")] == [ids[3], ids[9]]
     assert [it.number for it in list_attempts(store)] == [it.attempt for it in read_outcomes(store)] == [1, 2]
     assert newest_attempt(store).number == 2
-    check_fence(store, 2)
+    first, second = claim_keys(store)
+    check_fence(store, second)
     with pytest.raises(FencedError, match="overtaken by attempt 2"):
-        check_fence(store, 1)
+        check_fence(store, first)
     assert [record.checkpoint for record in read_history(store)] == ids
     assert newest_recorded(store) == ids[-1]
     assert lost_records(store, store.listed(), attempt=3) == []
@@ -375,12 +384,13 @@ def test_a_claim_that_is_not_listed_is_no_claim():
 
 def test_a_claim_that_listings_leave_out_for_a_while_is_not_gone():
     inner = MemoryStorage()
-    claimed = claim_attempt(CheckpointStore.open(inner, "run"), Owner.current(), world_size=1)
+    run = CheckpointStore.open(inner, "run")
+    claim = claim_key(run, claim_attempt(run, Owner.current(), world_size=1))
     emptied = Emptied(inner, "run/attempts/", times=5)
-    check_fence(CheckpointStore.open(RetryingStorage(lambda: emptied, RetryPolicy(60.0, 0.0, 0.0)), "run"), claimed.number)
+    check_fence(CheckpointStore.open(RetryingStorage(lambda: emptied, RetryPolicy(60.0, 0.0, 0.0)), "run"), claim)
     assert emptied.left == 0
     with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
-        check_fence(CheckpointStore.open(Emptied(inner, "run/attempts/"), "run"), claimed.number)
+        check_fence(CheckpointStore.open(Emptied(inner, "run/attempts/"), "run"), claim)
 
 
 def test_the_latest_is_never_older_than_the_hint_to_it():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 from prefect_torch.ckpt import CheckpointStore, StorageError
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
@@ -365,7 +365,7 @@ def test_a_copy_that_was_trained_is_not_copied_over(local, command, tmp_path, ta
     with pytest.raises(FileExistsError, match="has been trained further"):
         copy_planned(plan_copy(store, [], whole=True), store.storage, there.storage, lambda _: None)
     assert contents(target) == before
-    check_fence(there, trained.number)
+    check_fence(there, claim_key(there, trained))
 
 
 @pytest.mark.parametrize("verb", ["copy", "delete"])

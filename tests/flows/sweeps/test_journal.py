@@ -9,6 +9,7 @@ from crash_points import crash_points
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import MalformedRecordError
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -36,9 +37,9 @@ def sweep_in(storage) -> Run:
 
 def lead(run) -> Journal:
     """Claim the sweep, and begin as its leader does."""
-    attempt = claim_attempt(run, Owner.current(), world_size=0).number
-    journal = Journal(run, attempt, len(read_journal(run)))
-    journal.append({"led": attempt})
+    attempt = claim_attempt(run, Owner.current(), world_size=0)
+    journal = Journal(run, claim_key(run, attempt), len(read_journal(run)))
+    journal.append({"led": attempt.number})
     return journal
 
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 from prefect_torch.ckpt import MalformedRecordError
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_keys, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -116,7 +116,7 @@ def test_a_trial_that_waits_to_continue_from_another_ones_checkpoint_has_the_con
     before = SweepResult.from_storage(tmp_path, "digits")[4]
     cloned = Cloned("digits/trial-0004-0123abcd", {"lr": 7}, Source(3, before.run, "another-id"))
     taken = TrialReported(4, 1, 0.1, None, {"loss": 0.1}, "paused", cloned=cloned)
-    Journal(run, 1, len(events_of_a_sweep())).append(encode_event(taken))
+    Journal(run, *claim_keys(run), len(events_of_a_sweep())).append(encode_event(taken))
     shown = SweepResult.from_storage(tmp_path, "digits").best
     assert (shown.number, shown.state, shown.metrics) == (4, "paused", {"loss": 0.1})
     assert (shown.run, shown.config) == (before.run, before.config)
@@ -140,7 +140,7 @@ def test_a_trial_that_goes_on_from_another_ones_checkpoint_has_the_config_of_its
     shown()
     cloned = Cloned("digits/trial-0004-0000000b", {"lr": 7}, Source(3, before.run, "another-id"))
     taken = TrialReported(4, 1, 0.9, None, before.metrics, "paused", cloned=cloned)
-    journal = Journal(run, 1, len(events_of_a_sweep()))
+    journal = Journal(run, *claim_keys(run), len(events_of_a_sweep()))
     for event in (taken, TrialResumed(4)):
         journal.append(encode_event(event))
     assert shown() == ({"running"}, [(before.run, before.config["lr"], before.metrics)] * 3)
@@ -167,7 +167,9 @@ def test_a_sweep_that_completes_while_it_is_read_is_read_whole(tmp_path, monkeyp
     read_status = sweep_result.read_status
 
     def completes(run):
-        Journal(run, 1, len(events_of_a_sweep())).append(encode_event(TrialEnded(4, "completed", None, {"loss": 0.4})))
+        Journal(run, *claim_keys(run), len(events_of_a_sweep())).append(
+            encode_event(TrialEnded(4, "completed", None, {"loss": 0.4}))
+        )
         write_outcome(run, Outcome(1, "completed"))
         return read_status(run)
 

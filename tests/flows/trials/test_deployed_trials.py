@@ -35,7 +35,7 @@ from prefect.states import Cancelled, Cancelling, Crashed, Failed, Pending, Runn
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
 from prefect_torch.ckpt.blocks import CheckpointStorage
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.run import Run
@@ -201,7 +201,7 @@ def trials(tmp_path):
     training = SimpleNamespace(storage=StorageSpec(str(tmp_path)), failure=FailureConfig())
     sweep = Run.open(str(tmp_path), "sweep")
     attempt = claim_attempt(sweep, Owner.current("the sweep's"), world_size=0)
-    return DeployedTrials(training, None, sweep, partial(check_fence, sweep, attempt.number), "train/gpu", "")
+    return DeployedTrials(training, None, sweep, partial(check_fence, sweep, claim_key(sweep, attempt)), "train/gpu", "")
 
 
 TRIAL = TrialRecord(0, "sweep/trial-0000-0123abcd", {}, 0)
@@ -723,7 +723,8 @@ def test_a_queued_flow_run_trains_no_trial_of_a_sweep_that_goes_on_in_its_own_pr
     write_outcome(led, Outcome(begun.number, "preempted", "a-flow-run"))
     chosen = search(num_trials=1)
     store_definition(led, define(CLIMB, space, {"epochs": 1}, chosen))
-    searched = Search(chosen, parse_space(space), 0, RecordedTrials([], Journal(led, begun.number, 0).append), "left")
+    journal = Journal(led, claim_key(led, begun), 0)
+    searched = Search(chosen, parse_space(space), 0, RecordedTrials([], journal.append), "left")
     searched.lead(begun.number)
     expect_questions(led, are_expected=True)
     trial = searched.next_trial()

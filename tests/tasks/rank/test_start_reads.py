@@ -1,10 +1,13 @@
 """What a rank reads of a run before its function is called: little, and most of it once on each machine."""
 
+import shutil
 from contextlib import ExitStack
 
 import pytest
 from counting_storage import CountingStorage
 from prefect_torch.ckpt import CheckpointStore, StorageError, StorageSpec
+from prefect_torch.ckpt.reporting.session import ReportSettings
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -69,8 +72,9 @@ def test_a_rank_on_another_machine_sees_the_claim_of_each_attempt_in_a_synced_di
     leader = CheckpointStore.open(here, "run")
     for number in (1, 2, 3):
         download_run(here, "run")
-        claim_attempt(leader, Owner.current(), world_size=1)
-        check_fence(main._open_run(rank_spec(storage=other, attempt=number)), number)
+        claim = claim_key(leader, claim_attempt(leader, Owner.current(), world_size=1))
+        spec = rank_spec(storage=other, attempt=number, reports=ReportSettings(claim=claim))
+        check_fence(main._open_run(spec), claim)
 
 
 @pytest.mark.parametrize("working_dir", [None, StoredDirectory("/", 1, "", "")])
@@ -91,3 +95,16 @@ def test_rank_0_serves_the_groups_store_before_it_downloads_anything(monkeypatch
     result = main._run(rank_spec(master_host="rank0", working_dir=working_dir), ExitStack(), ExitStack())
     assert (result.kind, result.error) == ("final", "ValueError: no such run")
     assert steps == ["serves the store", "opens the run"]
+
+
+def test_a_rank_on_another_machine_sees_the_claim_of_a_run_that_was_deleted_and_begun_again(tmp_path):
+    """That machine still has the deleted claim of the same number."""
+    copy = "cp -a --no-target-directory {source} {target}"
+    options = SyncConfig(upload=copy, download=copy, target=str(tmp_path / "there")).transport().options()
+    here, other = (StorageSpec(str(tmp_path / name), options, RetryPolicy(0, 0, 0)) for name in ("here", "other"))
+    for _ in range(2):
+        leader = CheckpointStore.open(here, "run")
+        claim = claim_key(leader, claim_attempt(leader, Owner.current(), world_size=1))
+        check_fence(main._open_run(rank_spec(storage=other, reports=ReportSettings(claim=claim))), claim)
+        for deleted in ("here", "there"):
+            shutil.rmtree(tmp_path / deleted / "run")

@@ -18,7 +18,7 @@ from prefect_torch.ckpt import (
     RunBusyError,
     StorageError,
 )
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, record_resumed_from, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, record_resumed_from, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import check_fence, claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import HistoryWriter, MetricRecord
@@ -182,7 +182,7 @@ def test_a_retry_does_not_take_the_run_back_from_who_has_taken_it_over(store):
     newer = claim_attempt(store, Owner.current(), world_size=1)
     with pytest.raises(RunBusyError, match="attempt 4"):
         claim(store, job(store), restarts)
-    check_fence(store, newer.number)
+    check_fence(store, claim_key(store, newer))
 
 
 @pytest.mark.usefixtures("rerun")

@@ -63,7 +63,9 @@ class Clock:
 def schedule(memory, policy=NEWEST, tick_s=60.0, *, restored=None, has_leftovers=False):
     job = SimpleNamespace(store=SimpleNamespace(storage="store"), run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
-    return RetentionSchedule(job, 1, [], restored, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers)
+    return RetentionSchedule(
+        job, "a claim", [], restored, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers
+    )
 
 
 def commit(retention, step, num_bytes=1):

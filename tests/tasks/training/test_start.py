@@ -16,7 +16,7 @@ from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, 
 from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
-from prefect_torch.ckpt.runs.attempts.attempt import Outcome, newest_attempt, write_outcome
+from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord, read_history
@@ -41,6 +41,8 @@ from prefect_torch.tasks.training.start import choose_start, claim
 from ranks import Attempt, folder
 from small_disk import mounted
 from wrapped_storage import WrappedStorage
+
+CLAIM = "run/attempts/000001-00000000.json"  # that nobody looks for
 
 
 @pytest.fixture
@@ -239,7 +241,7 @@ def test_the_leader_renews_its_claim_each_day(tmp_path, monkeypatch):
     claim = tmp_path / store.layout.attempt(attempt.number, attempt.token)
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     with disable_run_logger():
-        recorder = RunRecorder(store, job, attempt.number, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(store, job, claim_key(store, attempt), None, SimpleNamespace(notify=lambda event: None))
         os.utime(claim, (0, 0))
         recorder.poll()
         monkeypatch.setattr("prefect_torch.ckpt.runs.attempts.claims._RENEWED_AFTER_S", 0)
@@ -264,7 +266,7 @@ def test_what_an_attempt_that_was_killed_has_left_is_looked_for_by_the_next(tmp_
         write_outcome(store, Outcome(1, ending))
     second = Attempt(store)
     with disable_run_logger():
-        recorder = RunRecorder(store, job, second.number, second.restored.manifest, SimpleNamespace(notify=id))
+        recorder = RunRecorder(store, job, second.claim, second.restored.manifest, SimpleNamespace(notify=id))
         recorder.close()
         recorder.prune(may_go_on=False)
     assert asked == [True] * is_due
@@ -274,7 +276,7 @@ def test_the_leader_is_told_of_the_first_commit_once(tmp_path):
     store = CheckpointStore.open(tmp_path, "run")
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     with disable_run_logger():
-        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(store, job, CLAIM, None, SimpleNamespace(notify=lambda event: None))
         told = []
         recorder.on_first_commit = lambda: told.append(recorder.newest)
         for step in range(2):
@@ -295,7 +297,9 @@ def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_
     monkeypatch.setattr("prefect_torch.tasks.training.recorder.get_run_logger", lambda: logging.getLogger("run"))
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     with disable_run_logger():
-        recorder = RunRecorder(CheckpointStore.open(tmp_path, "run"), job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(
+            CheckpointStore.open(tmp_path, "run"), job, CLAIM, None, SimpleNamespace(notify=lambda event: None)
+        )
         write = recorder._write
 
         def write_last(*args):
@@ -315,7 +319,7 @@ def test_a_report_that_a_killed_leader_lost_is_not_newer_than_those_of_later_att
     asked = []
 
     def lead(attempt):
-        recorder = RunRecorder(store, job, attempt.number, attempt.restored.manifest, SimpleNamespace(notify=id))
+        recorder = RunRecorder(store, job, attempt.claim, attempt.restored.manifest, SimpleNamespace(notify=id))
         recorder.on_request = asked.append
         return recorder
 
@@ -355,7 +359,9 @@ def test_ranks_that_wait_for_a_decision_do_not_hang(tmp_path):
         return gang.watch.problem([0])
 
     with disable_run_logger():
-        recorder = RunRecorder(CheckpointStore.open(tmp_path, "run"), job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(
+            CheckpointStore.open(tmp_path, "run"), job, CLAIM, None, SimpleNamespace(notify=lambda event: None)
+        )
         recorder.on_request = lambda _: is_decided.wait()
         run = GangRun(gang, key_value, recorder, Termination(0.0))
         EventSender(key_value).send(DecisionRequest(1, 1, 1, {}, None))
@@ -396,7 +402,7 @@ def test_a_commit_during_a_write_of_the_index_is_in_the_next(monkeypatch):
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     slow = CheckpointStore.open(SlowManifests(store.storage), "run")
     with disable_run_logger():
-        recorder = RunRecorder(slow, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(slow, job, CLAIM, None, SimpleNamespace(notify=lambda event: None))
         for step in range(8):
             assert step != 4 or is_read.wait(60)
             recorder.record(CommitEvent(commit(store, step).id, step, {}, 1, 0.1))
@@ -414,7 +420,7 @@ def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_
     job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
     with mounted(tmp_path / "disk") as disk, disable_run_logger():
         store = CheckpointStore.open(disk, "run")
-        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(store, job, CLAIM, None, SimpleNamespace(notify=lambda event: None))
         with suppress(OSError), (disk / "fill").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))

@@ -11,6 +11,7 @@ from prefect_torch.ckpt import Checkpoint, CheckpointStore, RetentionPolicy, Tra
 from prefect_torch.ckpt.context import never
 from prefect_torch.ckpt.reporting.api import start_session
 from prefect_torch.ckpt.reporting.session import RankSession, ReportSettings
+from prefect_torch.ckpt.runs.attempts.attempt import claim_keys
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.deletion.limits import PruneLimits
@@ -106,7 +107,8 @@ def run(plan):
     restored = None if chosen is None else Checkpoint.committed(store, store.get(chosen))
     attempt = 1 if chosen is None else 2
     context = TrainContext(plan.rank, plan.rank, 0, WORLD_SIZE, WORLD_SIZE, RUN, attempt)
-    session = RankSession(context, store, connect(Address("127.0.0.1", port)), restored, ReportSettings(), never, None)
+    settings = ReportSettings(claim=claim_keys(store)[-1])
+    session = RankSession(context, store, connect(Address("127.0.0.1", port)), restored, settings, never, None)
     start_session(session)
     if plan.phase == "save" and WAYS[plan.way].option == "state":
         step_twice(training)

@@ -9,7 +9,7 @@ from faulty_storage import FaultyStorage
 from prefect_torch.ckpt import CheckpointStore, FencedError, RunBusyError, StorageError
 from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.ckpt.runs.attempts import claims
-from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, newest_attempt
+from prefect_torch.ckpt.runs.attempts.attempt import claim_key, list_attempts, newest_attempt
 from prefect_torch.ckpt.runs.attempts.claims import ClaimRenewal, check_fence, claim_attempt, claim_unless_led
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.layout import Layout
@@ -53,11 +53,11 @@ def test_claims_at_the_same_moment_end_with_different_numbers(store):
 
 def test_an_attempt_passes_the_fence_until_a_newer_one_is_claimed(store):
     first = claim_attempt(store, Owner.current(), world_size=1)
-    check_fence(store, first.number)
+    check_fence(store, claim_key(store, first))
     second = claim_attempt(store, Owner.current(), world_size=1)
     with pytest.raises(FencedError, match="attempt 1 of run 'run' was overtaken by attempt 2"):
-        check_fence(store, first.number)
-    check_fence(store, second.number)
+        check_fence(store, claim_key(store, first))
+    check_fence(store, claim_key(store, second))
 
 
 def test_a_run_whose_claims_were_deleted_counts_on_from_its_checkpoints(store):
@@ -102,13 +102,33 @@ def test_a_claim_that_somebody_deleted_passes_no_fence(store, monkeypatch):
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     store.storage.delete([store.layout.attempt(claimed.number, claimed.token)])
     with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
-        check_fence(store, claimed.number)
+        check_fence(store, claim_key(store, claimed))
+
+
+def test_a_claim_that_was_deleted_passes_no_fence_once_its_number_is_claimed_again(store):
+    first = claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.delete(store.keys("run/"))
+    second = claim_attempt(store, Owner.current(), world_size=1)
+    assert second.number == first.number == 1
+    with pytest.raises(FencedError, match="the claim of attempt 1 on run 'run' is gone"):
+        check_fence(store, claim_key(store, first))
+    check_fence(store, claim_key(store, second))
+
+
+def test_a_claim_that_was_deleted_renews_no_other_of_its_number(tmp_path, monkeypatch):
+    store = CheckpointStore.open(tmp_path, "run")
+    first = claim_attempt(store, Owner.current(), world_size=1)
+    store.storage.delete(store.keys("run/"))
+    key = claim_key(store, claim_attempt(store, Owner.current(), world_size=1))
+    os.utime(tmp_path / key, (0, 0))
+    ClaimRenewal(store, claim_key(store, first)).renew()
+    assert (tmp_path / key).stat().st_mtime == 0
 
 
 def test_a_claim_that_is_renewed_each_day_outlives_what_deletes_old_files(tmp_path, monkeypatch):
     store = CheckpointStore.open(tmp_path, "run")
     attempt = claim_attempt(store, Owner.current(), world_size=1)
-    renewal = ClaimRenewal(store, attempt.number)
+    renewal = ClaimRenewal(store, claim_key(store, attempt))
     assert not renewal.is_due
     monkeypatch.setattr(claims, "_RENEWED_AFTER_S", 0)
     assert renewal.is_due
@@ -123,12 +143,12 @@ def test_a_claim_that_is_renewed_each_day_outlives_what_deletes_old_files(tmp_pa
 def test_a_claim_that_is_gone_is_not_renewed(store, monkeypatch, caplog):
     first = claim_attempt(store, Owner.current(), world_size=1)
     second = claim_attempt(store, Owner.current(), world_size=1)
-    renewal, overtaken = (ClaimRenewal(store, attempt.number) for attempt in (second, first))
+    renewal, overtaken = (ClaimRenewal(store, claim_key(store, attempt)) for attempt in (second, first))
     store.storage.delete([store.layout.attempt(second.number, second.token)])
     renewal.renew()
     assert [attempt.number for attempt in list_attempts(store)] == [first.number]
     broken = FaultyStorage(store.storage, crash_at=1, error=StorageError("no answer"))
-    ClaimRenewal(replace(store, storage=broken), first.number).renew()
+    ClaimRenewal(replace(store, storage=broken), claim_key(store, first)).renew()
     assert caplog.messages == ["the claim of attempt 1 on run 'run' was not stored again, as each day: no answer"]
     overtaken.renew()
     assert [attempt.number for attempt in list_attempts(store)] == [first.number]
@@ -172,7 +192,7 @@ def test_of_simultaneous_starts_one_claims_and_all_others_are_refused(store):
     (winner,) = claimed
     assert len(refused) == 5
     assert [attempt.token for attempt in list_attempts(store)] == [winner.token]
-    check_fence(store, winner.number)
+    check_fence(store, claim_key(store, winner))
 
 
 def test_a_run_whose_owner_has_ended_is_claimed_with_what_it_left(store):
@@ -218,7 +238,7 @@ def test_a_claim_that_is_rewritten_at_this_moment_is_asked_about(store, monkeypa
 def test_a_file_of_another_program_beside_the_claims_fences_nobody(store):
     claimed = claim_attempt(store, Owner.current(), world_size=1)
     store.storage.put_bytes(f"{store.layout.attempts}000009-notes.json", b"{}")
-    check_fence(store, claimed.number)
+    check_fence(store, claim_key(store, claimed))
     assert start_unless_led(store, "new").number == 2
 
 
@@ -249,7 +269,7 @@ def test_a_start_that_looked_before_another_claimed_fences_it_at_no_moment(store
     with pytest.raises(RunBusyError, match="first"):
         start_unless_led(CheckpointStore(late, store.layout, store.spec), "late", refuse)
     assert puts == []
-    check_fence(store, claimed[0].number)
+    check_fence(store, claim_key(store, claimed[0]))
 
 
 def test_a_claim_with_a_smaller_number_that_was_made_meanwhile_came_first(store):
@@ -277,7 +297,7 @@ def test_a_start_that_fails_at_any_operation_leaves_no_claim(store, after):
         try:
             start_unless_led(CheckpointStore(faulty, store.layout, store.spec), "new")
         except StorageError:
-            check_fence(store, leader.number)
+            check_fence(store, claim_key(store, leader))
         else:
             break
     assert number == 9
