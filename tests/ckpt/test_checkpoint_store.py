@@ -526,6 +526,33 @@ def test_data_of_the_running_attempt_is_no_garbage_unless_it_was_given_up(store,
     assert store.list() == committed
 
 
+def test_data_of_the_newest_attempt_are_garbage_once_it_has_ended(store, tmp_path):
+    committed = fill(store, tmp_path, 1)
+    half = "000001-00000005-00000000"
+    store.storage.put_bytes(store.layout.data(half, "model"), b"half")
+    assert collect_garbage(store, grace_s=-60) == []
+    write_outcome(store, Outcome(1, "cancelled"))
+    assert collect_garbage(store) == []  # a rank elsewhere may still be ended
+    assert collect_garbage(store, grace_s=-60) == [half]
+    assert store.list() == committed
+
+
+def test_what_ranks_of_the_newest_attempt_have_left_is_deleted_in_time_though_nothing_is_written_any_more(store, tmp_path):
+    """As of a training that was cancelled during a report, and whose name nobody starts again."""
+    fill(store, tmp_path, 1)
+    half, unreported = "000001-00000005-00000000", tmp_path / "store" / store.layout.unreported(1, "0123456789abcdef")
+    store.storage.put_bytes(store.layout.data(half, "model"), b"half")
+    unreported.mkdir(parents=True)
+    (unreported / "model").write_bytes(b"half")
+    for path in (tmp_path / "store").rglob("*"):
+        os.utime(path, (0, 0))
+    assert collect_garbage(store) == []
+    assert unreported.exists()
+    write_outcome(store, Outcome(1, "cancelled"))
+    assert collect_garbage(store) == [half]
+    assert not unreported.exists()
+
+
 def test_a_foreign_folder_among_the_data_is_left_alone(store, tmp_path):
     fill(store, tmp_path, 1)
     store.storage.put_bytes(f"{store.layout.checkpoints}notes/readme.txt", b"mine")

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect_torch.ckpt.runs.attempts.attempt import read_outcome
 from prefect_torch.ckpt.runs.evaluations import committed_id, evaluation_of
 from prefect_torch.ckpt.runs.layout import attempt_number, stem, unreported_attempt
 from prefect_torch.ckpt.runs.log_files import delete_evaluation_logs
@@ -34,13 +35,15 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     """Delete data without a manifest that no process can still write or read in place; return the ids of their checkpoints.
 
     An id is garbage when its attempt has committed a later step (an attempt uploads in order, so this one was abandoned or
-    pruned), or when a newer attempt began and the data is older than `grace_s`. It is none for two days after a copy to this
-    storage has put the checkpoint's mark, which it does every hour. Metadata, evaluations and their logs are deleted with the
-    data, or after it. What cannot be deleted is left to the next call, with one warning, and does not keep the rest.
+    pruned), or when its attempt is over (a newer one began, or its outcome is stored) and the data is older than `grace_s`. It
+    is none for two days after a copy to this storage has put the checkpoint's mark, which it does every hour. Metadata,
+    evaluations and their logs are deleted with the data, or after it. What cannot be deleted is left to the next call, with one
+    warning, and does not keep the rest.
 
     Args:
         run: The run.
-        grace_s: The number of seconds that data of an older attempt stay, by the storage's clock.
+        grace_s: The number of seconds that data of an attempt that is over stay, by the storage's clock; a day longer in a run
+            to which nothing is written any more.
         keep_quarantined_days: The number of days that the data of a quarantined checkpoint stay, by the same clock, unless it
             is pinned; None keeps them permanently. The note stays in any case.
 
@@ -65,7 +68,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
     with failures.note("marks of copies"):
         run.storage.delete(found.stale)
     if found.began_s <= found.now_s - min(grace_s, STALE_S):  # else none of the run's objects is as old as what follows
-        _delete_unreported(run, found.newest_attempt, found.now_s - grace_s, failures)
+        _delete_unreported(run, found.newest_over, found.now_s - grace_s, failures)
         with failures.note("empty directories"):
             _remove_emptied(run, data, found.now_s - grace_s)
         with failures.note("marks of deletions"):
@@ -80,7 +83,7 @@ def collect_garbage(run: Run, *, grace_s: float = GARBAGE_GRACE_S, keep_quaranti
 def delete_left_data(run: Run) -> frozenset[str]:
     """Delete all data without a manifest of a run that nobody trains any more; return the ids of those that are read in place.
 
-    Such are also the data of its newest attempt, which `collect_garbage` leaves, as the attempt may yet commit them.
+    Such are also new data, and those of an attempt without an outcome, which `collect_garbage` leaves: they may be committed.
 
     Raises:
         StorageError, OSError: If some could not be deleted; a repeated call deletes these.
@@ -107,9 +110,10 @@ class _Found:
         present: These, and the ids of those that are being copied to here.
         stale: The marks of copies that were killed.
         quarantined: When each quarantined checkpoint was quarantined.
-        newest_attempt: The number of the newest attempt.
+        newest_over: The newest attempt that commits nothing more: a newer one has begun, or its outcome is stored.
         began_s: When the oldest claim of an attempt was stored, which is before all else; after a day a claim is stored again.
-        now_s: The storage's own clock, taken from its newest object: this machine's may be hours off.
+        now_s: The storage's own clock, taken from its newest object: this machine's may be hours off. Once the newest attempt
+            has an outcome, at most a day before this machine's: if nothing is written any more, the storage's stands still.
 
     """
 
@@ -120,7 +124,7 @@ class _Found:
     present: set[str]
     stale: Collection[str]
     quarantined: Mapping[str, float]
-    newest_attempt: int
+    newest_over: int
     began_s: float
     now_s: float
 
@@ -132,7 +136,7 @@ class _Found:
         # Not by the id: a step is reported again after a failed commit, whose manifest is there if only the answer was lost.
         if any(attempt_of(other) == attempt and step_of(other) > step for other in self.committed):
             return True
-        return attempt < self.newest_attempt and self.modified_s[checkpoint_id] < self.now_s - grace_s
+        return attempt <= self.newest_over and self.modified_s[checkpoint_id] < self.now_s - grace_s
 
     def has_no_manifest(self, checkpoint_id: str) -> bool:
         """Return whether a checkpoint is neither committed nor being copied to here, nor quarantined."""
@@ -153,7 +157,10 @@ def _list_all(run: Run) -> _Found:
     quarantined |= _quarantined(run)
     # By this machine's clock: in a run to which nothing else is written, the storage's stands still.
     stale = {key for key in incoming if manifests[key] < time.time() - _LONGEST_COPY_S}
-    now_s = max([*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)], default=0.0)
+    newest = max((attempt_number(info.key) for info in attempts), default=0)
+    is_over = newest > 0 and read_outcome(run, newest) is not None  # which is stored once no rank is left
+    written_s = [*modified_s.values(), *quarantined.values(), *(info.modified_s for info in attempts)]
+    now_s = max([*written_s, time.time() - _DAY_S] if is_over else written_s, default=0.0)
     return _Found(
         data=data,
         modified_s=modified_s,
@@ -162,7 +169,7 @@ def _list_all(run: Run) -> _Found:
         present=committed | {stem(key) for key in incoming if key not in stale},
         stale=stale,
         quarantined=quarantined,
-        newest_attempt=max((attempt_number(info.key) for info in attempts), default=0),
+        newest_over=newest if is_over else newest - 1,
         began_s=min((info.modified_s for info in attempts), default=0.0),
         now_s=now_s,
     )
@@ -210,18 +217,18 @@ def _stored_data(run: Run) -> tuple[dict[str, set[str]], dict[str, float]]:
     return data, modified_s
 
 
-def _delete_unreported(run: Run, newest_attempt: int, before_s: float, failures: Failures) -> None:
-    """Delete the directories of ranks of older attempts without a write since `before_s`: these ranks were killed."""
+def _delete_unreported(run: Run, newest_over: int, before_s: float, failures: Failures) -> None:
+    """Delete the directories of ranks of attempts that are over, without a write since `before_s`: these ranks were killed."""
     folder = own_folder(run, run.layout.all_unreported)
     if folder is None:
         return
     newest_s: dict[str, float] = defaultdict(float)
     for info in run.storage.list(run.layout.all_unreported):
-        if unreported_attempt(run.layout, info.key) < newest_attempt:
+        if unreported_attempt(run.layout, info.key) <= newest_over:
             name = info.key.removeprefix(run.layout.all_unreported).partition("/")[0]
             newest_s[name] = max(newest_s[name], info.modified_s)
     for name in {*run.storage.folders(run.layout.all_unreported)} - newest_s.keys():  # empty, as between two reports
-        if unreported_attempt(run.layout, f"{run.layout.all_unreported}{name}") < newest_attempt:
+        if unreported_attempt(run.layout, f"{run.layout.all_unreported}{name}") <= newest_over:
             with suppress(FileNotFoundError):
                 newest_s[name] = (folder / name).stat().st_mtime
     for name, modified_s in newest_s.items():
