@@ -121,7 +121,7 @@ def retries_ended_by(event: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def ended_by(check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` before each storage operation of this context, and at each piece of a file: what it raises ends the body.
+    """Call `check` before each storage request of this context, and at each piece of a file: what it raises ends the body.
 
     A command that syncs a directory is killed then; a function that does so is left behind.
     """
@@ -290,6 +290,7 @@ class RetryingStorage:
             if asked.must_renew:
                 self._replace(asked.used)
                 asked.must_renew = False
+            raise_if_ended()
             asked.used = self._storage
             return call(asked.used)
 

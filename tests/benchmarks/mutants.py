@@ -119,6 +119,11 @@ MUTANTS = [
         ("and since_s <= expired_s]", "]"),
     ),
     *mutants_of(
+        "ckpt/runs/deletion/marks.py",
+        "tests/ckpt/test_checkpoint_store.py -k tried_again",
+        ("if self._since_put.elapsed_s > _HOLDS_S:", "if False:"),
+    ),
+    *mutants_of(
         "ckpt/runs/deletion/pruning.py",
         "tests/ckpt/test_checkpoint_store.py tests/ckpt/runs/test_evaluations.py tests/ckpt/runs/test_quarantine.py",
         ("[it for it in group if it.id not in pinned]", "group"),

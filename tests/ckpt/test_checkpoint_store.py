@@ -1,10 +1,11 @@
-import itertools
 import json
 import logging
 import os
 import shutil
 import time
+from contextvars import Context
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from commits import commit
@@ -19,7 +20,7 @@ from prefect_torch.ckpt import (
     StorageError,
 )
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, write_outcome
-from prefect_torch.ckpt.runs.deletion import pruning
+from prefect_torch.ckpt.runs.deletion import marks, pruning
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.history import (
     HistoryWriter,
@@ -32,6 +33,9 @@ from prefect_torch.ckpt.runs.history import (
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
+from prefect_torch.ckpt.storage.protocol import RetryPolicy
+from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prunes import prune_as_leader
 from ranks import Attempt, folder, read_files
 from stored_runs import begun_long_ago
@@ -247,24 +251,66 @@ def test_the_mark_of_a_prune_that_was_killed_holds_for_an_hour(store, tmp_path):
 def test_a_long_prune_renews_its_mark_and_looks_for_pins_again(store, tmp_path, monkeypatch, clock_that_goes_on):
     manifests = fill(store, tmp_path, 1, 2, 3, 4)
     monkeypatch.setattr(pruning, "_AT_ONCE", 1)
-    clock = itertools.count(0, 700)  # seconds between two looks at it
-    monkeypatch.setattr(f"time.{clock_that_goes_on}", lambda: next(clock))
-    delete = type(store.storage).delete
-    marks = []
+    now_s, delete = [0.0], type(store.storage).delete
+    monkeypatch.setattr(f"time.{clock_that_goes_on}", lambda: now_s[0])
+    seen = []
 
     def watched(self, keys):
         keys = list(keys)
         delete(self, keys)
+        now_s[0] += 350  # the manifest, then the data
         if keys == [store.layout.manifest(manifests[0].id)]:
-            marks.extend(info.key for info in store.storage.list(store.layout.deletions))
+            seen.extend(info.key for info in store.storage.list(store.layout.deletions))
             store.storage.put_bytes(f"{store.layout.pins}{manifests[1].id}.json", b"{}")  # as version 0.1 writes it
 
     monkeypatch.setattr(type(store.storage), "delete", watched)
     decided = prune_as_leader(store, RetentionPolicy(1))
-    assert len(marks) == 1
+    assert len(seen) == 1
     assert decided.drop == (manifests[0], manifests[2])
     assert decided.keep[manifests[1].id] == ("pinned",)
     assert list(store.storage.list(store.layout.deletions)) == []
+
+
+class AwayFor(WrappedStorage):
+    """Answers no deletion of manifests until `meanwhile` has been called once, more than an hour later."""
+
+    def __init__(self, inner, monkeypatch, meanwhile):
+        super().__init__(inner)
+        self.meanwhile, self.passed_s = meanwhile, 0.0
+        monkeypatch.setattr(marks, "Stopwatch", lambda: SinceThen(self))
+
+    def _do(self, verb, *args, **kwargs):
+        if verb == "delete" and "/manifests/" in args[0][0] and not self.passed_s:
+            self.passed_s = marks.STALE_S + 100
+            for path in Path(self.url).glob("run/deletions/*.json"):
+                os.utime(path, (path.stat().st_mtime - self.passed_s,) * 2)
+            Context().run(self.meanwhile)  # as in another process
+            raise StorageError("no answer")
+        return super()._do(verb, *args, **kwargs)
+
+
+class SinceThen:
+    def __init__(self, clock):
+        self.clock, self.then_s = clock, clock.passed_s
+
+    @property
+    def elapsed_s(self):
+        return self.clock.passed_s - self.then_s
+
+
+def test_a_deletion_that_is_tried_again_after_its_mark_has_ended_deletes_nothing_that_was_pinned_since(
+    store, tmp_path, monkeypatch
+):
+    """As of a machine that is cut off from the storage for an hour, where retries have a deadline of two."""
+    first, second, _ = fill(store, tmp_path, 1, 2, 3)
+    away = AwayFor(LocalStorage(Path(store.storage.url)), monkeypatch, lambda: store.pin(first.id))
+    patient = RetryingStorage(lambda: away, RetryPolicy(7200.0, 0.0, 0.0))
+    with pytest.raises(StorageError, match="has not answered for 20 minutes: what was to be deleted stays"):
+        prune_as_leader(replace(store, storage=patient), RetentionPolicy(1))
+    assert away.passed_s
+    assert first.id in store.ids()
+    prune_as_leader(store, RetentionPolicy(1))
+    assert (first.id in store.ids(), second.id in store.ids()) == (True, False)
 
 
 def test_a_pin_of_version_01_is_a_pin_and_can_be_taken_back(store, tmp_path):

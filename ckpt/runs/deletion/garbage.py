@@ -267,7 +267,8 @@ def _delete_quarantined(run: Run, expired: Iterable[str], data: Mapping[str, Col
                 mark.renew()
                 if checkpoint_id in mark.pinned() or run.exists(checkpoint_id):
                     continue
-                run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
+                with mark.holding():
+                    run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
             deleted.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r: its time in quarantine is over", checkpoint_id, run.name)
     return deleted

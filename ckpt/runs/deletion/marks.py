@@ -18,7 +18,7 @@ from prefect_torch.ckpt.runs.run import Run, pinned_among
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
-from prefect_torch.ckpt.storage.retry import with_retries
+from prefect_torch.ckpt.storage.retry import ended_by, with_retries
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import utc_now
 
@@ -26,6 +26,7 @@ from .reserve import keep_space, put_despite_full_disk
 
 STALE_S = 3600.0  # by the storage's clock: an older mark is that of a process that was killed
 _RENEW_S = STALE_S / 6
+_HOLDS_S = STALE_S / 3  # since it was written: no try of a deletion begins later, and the last one may take long
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class _Mark:
     """The part of a mark that other processes need: the ids of the checkpoints to delete."""
 
     checkpoints: list[str]
+
+
+class _MarkExpiredError(Exception):
+    """So much time has passed since the mark was written that whatever forbids the deletion may have come in the meantime."""
 
 
 class DeletionMark:
@@ -76,6 +81,28 @@ class DeletionMark:
         layout = self._run.layout
         listed = _list_with(self._run, layout.pins, layout.pins_witness(self._token), "pinned checkpoints")
         return pinned_among(info.key for info in listed)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Delete in the body only while the mark holds: then a storage that does not answer is tried no more.
+
+        Raises:
+            StorageError: If it has not answered before.
+
+        """
+
+        def check() -> None:
+            if self._since_put.elapsed_s > _HOLDS_S:
+                raise _MarkExpiredError
+
+        try:
+            with ended_by(check):
+                yield
+        except _MarkExpiredError as exc:
+            raise StorageError(
+                f"{self._run.storage.url} has not answered for {_HOLDS_S / 60:.0f} minutes: what was to be deleted stays, as "
+                "somebody may need it by now"
+            ) from exc
 
     def withdraw(self) -> None:
         """Let the mark name no checkpoint: nothing may be deleted, so the mark itself stays."""

@@ -107,7 +107,8 @@ def _delete_all(
                 if pinned is None:
                     pinned = mark.pinned()
                 try:
-                    _delete(run, [it for it in group if it.id not in pinned], evaluations)
+                    with mark.holding():
+                        _delete(run, [it for it in group if it.id not in pinned], evaluations)
                 except OSError:
                     if len(group) == 1:
                         raise
