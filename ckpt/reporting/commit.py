@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext
-from prefect_torch.ckpt.errors import CommitFailedError, ReportMismatchError, StorageError, StorageFullError
+from prefect_torch.ckpt.errors import CommitFailedError, FencedError, ReportMismatchError, StorageError, StorageFullError
 from prefect_torch.ckpt.reporting.exchange.peers import Peers
 from prefect_torch.ckpt.reporting.exchange.remote_error import RemoteError, raise_error
 from prefect_torch.ckpt.runs.attempts.claims import check_fence
@@ -32,6 +32,7 @@ from .rank_part import CommitJob, RankPart, StagedReport, decode_parts, store_pa
 
 _logger = logging.getLogger(__name__)
 
+_LOOKED_S = 60.0  # how long a look for newer attempts holds; their garbage collection spares an hour's data
 _ALL_STORE = "a commit takes until every rank has stored its files"
 
 
@@ -233,11 +234,32 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
         timings=_timings(staged, parts, all_stored_s),
     )
     data = manifest.encode()
-    check_fence(run, job.claim)
-    run.storage.put_bytes(key, data)  # last: this is the commit
+    _put_last(run, job.claim, key, data)
     if has_to_be_asked:
         _check_committed(run, job.claim, key, len(data))
     return manifest
+
+
+def _put_last(run: Run, claim: str, key: str, data: bytes) -> None:
+    """Commit, unless a newer attempt owns the run, which is looked for again if the manifest took long.
+
+    A storage was away, or this machine slept. A newer attempt may have deleted the data as garbage meanwhile, and would keep
+    the checkpoint for its score. It is not looked for after each commit: that attempt may be restoring this checkpoint if it
+    was there in time.
+
+    Raises:
+        FencedError: If a newer attempt owns the run; then there is no checkpoint.
+
+    """
+    check_fence(run, claim)
+    looked_s = time.time()  # which goes on while a machine sleeps
+    run.storage.put_bytes(key, data)  # last: this is the commit
+    if time.time() - looked_s > _LOOKED_S:
+        try:
+            check_fence(run, claim)
+        except FencedError:
+            run.storage.delete([key])
+            raise
 
 
 def _check_committed(run: Run, claim: str, key: str, expected: int) -> None:

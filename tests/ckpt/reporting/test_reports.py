@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -815,6 +815,31 @@ def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
     assert [type(error) for error in errors] == [FencedError] * 2
     assert "attempt 1 of run 'run' was overtaken by attempt 2" in str(errors[0])
     assert store.list() == []
+
+
+class Slept(MemoryStorage):
+    """Stores a manifest only `slept_s` after it was asked to; another attempt has begun meanwhile."""
+
+    def __init__(self, monkeypatch, slept_s):
+        super().__init__()
+        self.slept_s, self.now_s = slept_s, time.time()
+        monkeypatch.setattr(time, "time", lambda: self.now_s)
+
+    def put_bytes(self, key, data):
+        if "/manifests/" in key:
+            claim_attempt(open_run(self), Owner.current(), world_size=1)
+            self.now_s += self.slept_s
+        super().put_bytes(key, data)
+
+
+@pytest.mark.parametrize(("slept_s", "commits"), [(1, True), (3600, False)])
+def test_a_commit_that_took_long_is_withdrawn_if_the_attempt_was_overtaken_meanwhile(tmp_path, monkeypatch, slept_s, commits):
+    """Its data may be gone as garbage; without them its score alone would keep it, and drop another checkpoint."""
+    store = open_run(Slept(monkeypatch, slept_s))
+    session = Attempt(store).session()
+    with nullcontext() if commits else pytest.raises(FencedError, match="overtaken by attempt 2"):
+        session.report({}, folder(tmp_path / "c", model="x"))
+    assert len(store.list()) == commits
 
 
 def test_an_attempt_whose_run_was_deleted_and_begun_again_commits_nothing(store, tmp_path):
