@@ -27,6 +27,7 @@ from prefect_torch.tasks.prefect_api.paging import read_pages
 from .automations import create_or_update, name_of, to_run
 from .resumers import start_resumers
 from .resuming import resume
+from .run_directory import begin_in_place
 from .triggers import absence_of, crash_of, silence_of
 from .work_pools import has_variable
 
@@ -100,6 +101,7 @@ def resume_in_pool(
     resumer = make_resumer(name_of(trained))
     resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
     resumer.job_variables = job_variables
+    begin_in_place(resumer, pool)
     return resume_by(resumer, trained, max_restarts, within, begins_within, made_by=made_by)
 
 

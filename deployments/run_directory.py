@@ -8,10 +8,29 @@ from typing import Any
 
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.deployments.runner import RunnerDeployment
+from prefect.runner.storage import LocalStorage
 
-from .work_pools import default_of
+from .work_pools import default_of, has_variable
 
 _STAYING = ("run_shell_script", "pip_install_requirements")  # Prefect's steps that leave the directory as it is
+
+
+class _Here(LocalStorage):
+    """Code that lies where a job begins: the pull step names no directory of the machine that deploys."""
+
+    @property
+    def destination(self) -> Path:
+        return Path()
+
+
+def begin_in_place(deployment: RunnerDeployment, pool: WorkPool) -> None:
+    """Let flow runs begin where their containers do; in a pool of processes, the job variable `working_dir` says where.
+
+    Without a pull step, Prefect first copies all that is in that directory, mounted volumes as well, to a temporary one.
+    """
+    if not has_variable(pool, "working_dir"):
+        deployment.storage = _Here(".")
 
 
 def run_directory(deployment: DeploymentResponse, pool: WorkPool) -> Path | None:

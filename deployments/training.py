@@ -29,6 +29,7 @@ from pydantic import BaseModel
 from .jobs import grace_in, job_variables_for
 from .restarts import MADE_BY_DEPLOY, end_restarts, make_resumer, resume_by, resume_in_pool
 from .resumers import start_resumers
+from .run_directory import begin_in_place
 from .serving import runner_outlasts_outages
 from .work_pools import read_work_pool
 
@@ -118,9 +119,10 @@ def deploy(
     """Register a deployment of `train` in a work pool, whose workers run its scheduled and triggered flow runs; return its id.
 
     A process worker runs it in the current directory, to which `train_fn` and a relative storage are relative, unless the job
-    variable `working_dir` is set. In containers, `train_fn` must be part of the image. If the work pool has the variable
-    `num_gpus`, as in this package's job templates, it requests one GPU for each rank (of a range, for the most) with
-    `use_gpu=True` and without a cluster, and none otherwise, or if the job variables name `gpu_ids`.
+    variable `working_dir` is set. In containers, it begins in their own working directory, of which nothing is copied, and
+    `train_fn` must be part of the image. If the work pool has the variable `num_gpus`, as in this package's job templates, it
+    requests one GPU for each rank (of a range, for the most) with `use_gpu=True` and without a cluster, and none otherwise, or
+    if the job variables name `gpu_ids`.
 
     Args:
         name: The deployment's name; an existing deployment is updated.
@@ -168,6 +170,7 @@ def deploy(
     given = {**(job_variables or {}), **({} if image is None else {"image": image})}
     deployment.job_variables = {**job_variables_for(pool, scaling or ScalingConfig(), run or RunConfig(), given), **given}
     deployment.work_queue_name = work_queue
+    begin_in_place(deployment, pool)
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
         _warn_of_missing_function(deployment)

@@ -32,6 +32,7 @@ from prefect_torch.flows import FailureConfig, KubernetesCluster, RunConfig, Sca
 
 OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()
 ON_S3 = RunConfig(storage="s3://bucket/runs")
+IN_PLACE = {"prefect.deployments.steps.set_working_directory": {"directory": "."}}
 IMAGE = {kind: {} if kind == "process" else {"image": "registry/train"} for kind in KINDS}
 
 
@@ -234,6 +235,13 @@ def test_containers_without_an_image_of_the_training_are_refused(client, kind):
         assert deployment.job_variables["image"] == "i:1"
 
 
+def test_a_deployment_that_moves_to_processes_has_their_directory_again(client):
+    found = deploy("moved", "my_training:train_fn", run=ON_S3, work_pool="docker-pool")
+    assert client.read_deployment(found).pull_steps == [IN_PLACE]
+    assert deploy("moved", "my_training:train_fn", run=ON_S3, work_pool="process-pool") == found
+    assert not client.read_deployment(found).pull_steps
+
+
 def test_a_deployment_waits_in_the_work_queue_that_it_names(client):
     options = {"work_pool": "process-pool"}
     found = deploy("urgent", "my_training:train_fn", **options, work_queue="high", max_restarts=1)
@@ -298,6 +306,7 @@ def test_restarts_are_looked_after_in_the_same_work_pool_without_a_gpu(client):
     resumer = client.read_deployment_by_name("resume/train-watched")
     assert resumer.work_pool_name == "kubernetes-pool"
     assert resumer.job_variables == {"num_gpus": 0, "image": "i:1"}
+    assert resumer.pull_steps == client.read_deployment_by_name("train/watched").pull_steps == [IN_PLACE]
     (automation,) = client.read_automations_by_name("Resume train/watched")
     assert automation.actions[0].deployment_id == resumer.id
     assert automation.actions[0].parameters["max_restarts"] == 5

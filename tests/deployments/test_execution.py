@@ -17,9 +17,9 @@ from prefect.types.entrypoint import EntrypointType
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import read_outcomes
-from prefect_torch.deployments import make_deployment
+from prefect_torch.deployments import create_work_pool, deploy, make_deployment
 from prefect_torch.deployments.command_line import execution
-from prefect_torch.flows import FailureConfig, RunConfig
+from prefect_torch.flows import FailureConfig, Result, RunConfig
 from slow_checkpoint import endless
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -118,6 +118,21 @@ def test_a_flow_run_is_executed_though_the_server_has_no_database_as_it_begins(p
         done = run_program([SCRIPT, "execute", str(flow_run.id)], env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, failed) == (0, ["GET"] * 5), done.stderr
         assert client.read_flow_run(flow_run.id).state.is_completed()
+
+
+@pytest.mark.timeout(300)
+def test_a_flow_run_begins_where_its_container_does_and_nothing_there_is_copied(prefect_server, client, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data" / "pipe")  # cannot be copied
+    (tmp_path / "where.py").write_text("import os\ndef train_fn():\n    return os.getcwd()\n")
+    create_work_pool("containers", "docker", image="registry/train")
+    run = RunConfig(name="run", storage=str(tmp_path / "store"))
+    flow_run = client.create_flow_run_from_deployment(deploy("where", "where.py:train_fn", run=run, work_pool="containers"))
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server.api}
+    done = run_program([SCRIPT, "execute", str(flow_run.id)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Result.from_storage(run.storage, "run").return_value == str(tmp_path)
 
 
 @pytest.mark.timeout(300)
