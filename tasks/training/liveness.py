@@ -47,7 +47,11 @@ def may_be_led(status: AttemptStatus) -> bool:
     flow_run_id, outcome = status.attempt.owner.flow_run_id, status.outcome
     if status.may_be_alive:
         return flow_run_id is None or not has_flow_run_ended(flow_run_id)
-    may_be_retried = outcome is not None and outcome.ending in ("failed", "preempted") and outcome.kind != "final"
-    return (
-        may_be_retried and not status.is_process_gone and flow_run_id is not None and has_flow_run_ended(flow_run_id) is False
-    )
+    if flow_run_id is None or outcome is None or outcome.ending not in ("failed", "preempted") or outcome.kind == "final":
+        return False
+    if not status.is_process_gone:
+        return has_flow_run_ended(flow_run_id) is False
+    if outcome.ending == "failed":  # a retry in that process has died with it
+        return False
+    state = read_state(flow_run_id)
+    return state is not None and has_left_machine(state)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from commits import commit
 from prefect.logging import disable_run_logger
+from prefect.states import AwaitingRetry, Crashed, Pending, Running, Scheduled, Suspended
 from prefect_torch.ckpt import CheckpointStore, FencedError, RetentionPolicy, RunBusyError, StorageSpec
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, list_attempts, write_outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner, SlurmStart
@@ -104,6 +105,33 @@ def test_a_requeued_slurm_job_goes_on_with_the_run_of_its_earlier_start(lead, mo
         lead(Owner.current(OTHER))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert lead(Owner.current(OTHER)).number == 2
+
+
+@pytest.mark.parametrize(
+    ("ending", "state", "is_led"),
+    [
+        ("preempted", Suspended(), True),
+        ("preempted", Scheduled(name="Resuming"), True),
+        ("preempted", Scheduled(name="Yielded"), True),
+        ("preempted", Pending(), True),
+        ("preempted", Running(), False),
+        ("preempted", Crashed(), False),
+        ("preempted", None, False),
+        ("failed", AwaitingRetry(), False),  # in the process that is gone
+    ],
+)
+def test_a_flow_run_that_has_left_its_machine_keeps_its_run_there_too(store, lead, monkeypatch, ending, state, is_led):
+    monkeypatch.setattr(liveness, "read_state", lambda flow_run_id: state)
+    monkeypatch.setattr(leadership, "is_unknown", lambda flow_run_id: False)
+    gone = replace(HERE, started=0)
+    lead(gone)
+    write_outcome(store, Outcome(1, ending, gone.flow_run_id, "user" if ending == "failed" else None))
+    if is_led:
+        with pytest.raises(RunBusyError, match=r"is (being trained|led) by flow run"):
+            lead(replace(HERE, flow_run_id=OTHER))
+        assert lead(replace(HERE, flow_run_id=gone.flow_run_id)).number == 2
+    else:
+        assert lead(replace(HERE, flow_run_id=OTHER)).number == 2
 
 
 def test_a_flow_run_id_that_is_not_of_prefect_is_of_no_flow_run_that_it_knows(store):
