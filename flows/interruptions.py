@@ -25,7 +25,7 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
-from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_cancellation
+from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_cancellation, let_workers_continue
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
@@ -295,9 +295,11 @@ def _leave(this: FlowRun, why: Interruption) -> State | None:
     while True:
         try:
             with get_client(sync_client=True) as client:
+                left = client.read_flow_run(this.id)
+                let_workers_continue(client, left)
                 if why.yields:
                     return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
-                return client.read_flow_run(this.id).state
+                return left.state
         except NO_ANSWER as exc:
             if not is_outage(exc) or time.monotonic() > until_s:
                 raise

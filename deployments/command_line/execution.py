@@ -15,6 +15,7 @@ from prefect.runner._process_manager import ProcessManager
 from prefect.states import AwaitingRetry, Crashed
 from prefect.utilities.engine import propose_state_sync
 from prefect_torch.tasks import FailureConfig
+from prefect_torch.tasks.prefect_api.flow_run import let_workers_continue
 from prefect_torch.tasks.prefect_api.outage import repeat_without_database
 
 from .flow_run_errors import flow_run_errors_explained
@@ -117,7 +118,9 @@ def _propose(flow_run_id: UUID, state: State[Any]) -> None:
     """Propose `state` for a flow run that is neither suspended, nor being cancelled, nor in a final state but Crashed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with flow_run_errors_explained(flow_run_id), get_client(sync_client=True) as client:
-        left = client.read_flow_run(flow_run_id).state
+        flow_run = client.read_flow_run(flow_run_id)
+        let_workers_continue(client, flow_run)
+        left = flow_run.state
         if left is not None and (left.is_paused() or left.is_cancelling() or (left.is_final() and not left.is_crashed())):
             return
         try:

@@ -41,6 +41,16 @@ def has_left_machine(state: State[Any]) -> bool:
     return state.is_paused() or state.is_scheduled() or state.is_pending()
 
 
+def let_workers_continue(client: SyncPrefectClient, this: FlowRun) -> None:
+    """Let workers be given a flow run whose process ends, also after a retry in it; one request after such a retry, else none.
+
+    Prefect leaves a flow run to the process that has retried it, also when that ends, until the flow run ends.
+    """
+    policy = this.empirical_policy
+    if policy.retry_type == "in_process":
+        client.update_flow_run(this.id, empirical_policy=policy.model_copy(update={"retry_type": "reschedule"}))
+
+
 def is_unknown(flow_run_id: str) -> bool:
     """Return whether Prefect answers that it does not know a flow run: it was deleted, or is another server's."""
     try:

@@ -22,12 +22,13 @@ from http_proxy import Response, proxied
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import FlowRunPolicy
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Failed, Pending, Running, Scheduled, Suspended
+from prefect.states import AwaitingRetry, Cancelling, Failed, Pending, Running, Scheduled, Suspended
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect_servers import api_that_answers, wait_until
 from prefect_torch.ckpt import CheckpointStore, FencedError, StorageError
@@ -38,6 +39,7 @@ from prefect_torch.ckpt.runs.log_files import LogFiles
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
+from prefect_torch.deployments.command_line import execution
 from prefect_torch.flows import (
     CheckpointConfig,
     FailureConfig,
@@ -372,7 +374,7 @@ def test_a_proxys_page_does_not_keep_a_flow_run_that_leaves_from_waiting_to_cont
             asked.append(state)
             if len(asked) == 1:
                 raise JSONDecodeError("a proxy's page", "<", 0)
-            return SimpleNamespace(state=state)
+            return SimpleNamespace(state=state, empirical_policy=FlowRunPolicy())
 
         def set_flow_run_state(self, flow_run_id, state, *, force):
             return self._answer(state)
@@ -387,7 +389,29 @@ def test_a_proxys_page_does_not_keep_a_flow_run_that_leaves_from_waiting_to_cont
     monkeypatch.setattr(interruptions, "current_flow_run", lambda: this)
     with pytest.raises(Pause) as left, interruptible(Termination(1.0), yields_to_urgent=False):
         raise why
-    assert (left.value.state.name, len(asked)) == ("Yielded" if why.yields else "Suspended", 2)
+    assert (left.value.state.name, len(asked)) == (("Yielded", 3) if why.yields else ("Suspended", 2))
+
+
+@pytest.mark.parametrize("how", ["yielded", "suspended", "told to end"])
+def test_a_flow_run_that_was_retried_in_its_process_is_given_to_a_worker_when_that_ends(client, pool, monkeypatch, how):
+    """Prefect left it to the process that had ended: it waited for ever."""
+    this = begin(client, pool, "background", Pending(), Running())
+    client.update_flow_run(this.id, empirical_policy=FlowRunPolicy(retries=1, retry_delay=0))
+    assert client.set_flow_run_state(this.id, Failed()).state.name == "AwaitingRetry"
+    client.set_flow_run_state(this.id, Running())
+    if how == "yielded":
+        interruptions._leave(this, Interruption(GAVE_WAY, yields=True))
+    elif how == "suspended":
+        client.set_flow_run_state(this.id, Suspended(timeout_seconds=60))
+        assert interruptions._leave(this, Interruption(SUSPENDED)).name == "Suspended"
+        client.resume_flow_run(this.id)
+    else:
+        monkeypatch.setattr(execution.signal, "signal", lambda *_: None)
+        execution._propose(this.id, AwaitingRetry())
+    soon = datetime.now(timezone.utc) + timedelta(minutes=1)
+    due = client.get_scheduled_flow_runs_for_work_pool(pool, scheduled_before=soon)
+    assert [it.flow_run.id for it in due] == [this.id]
+    assert client.read_flow_run(this.id).empirical_policy.retries == 1
 
 
 def test_it_is_watched_between_two_attempts_too(monkeypatch):
