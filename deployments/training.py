@@ -190,7 +190,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
     It goes on while Prefect's API is away, or refuses an expired key: the flow runs that it has started continue, and due ones
     start afterwards. Prefect's own `serve` ends at once if the key is refused, after about four minutes without an answer, and
     ends its flow runs. With `max_restarts`, flow runs that died meanwhile, or since an earlier `serve` ended, are restarted,
-    even if the server has missed it, while the automation for this is enabled.
+    even if the server has missed it, while the automation for this is enabled. A deployment that was in a work pool leaves it.
 
     Schedules need a server that was started separately: the one that a process starts without PREFECT_API_URL runs none. Warns
     of it.
@@ -216,6 +216,7 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         if deployment.concurrency_limit is not None:
             warn_of_lost_lease(deployment.name)
         _end_cron(deployment)
+        _leave_work_pool(deployment)
     with large_parameters_explained():
         restarted = [] if max_restarts is None else [_restarted(deployment, max_restarts) for deployment in deployments]
         if max_restarts is None:
@@ -232,6 +233,11 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         restart()
         with runner_outlasts_outages(after_outage=restart):
             prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))
+
+
+def _leave_work_pool(deployment: RunnerDeployment) -> None:
+    """Take a deployment out of the work pool of an earlier `deploy`: what was not set, an update leaves as it is."""
+    deployment.work_pool_name = deployment.work_queue_name = None
 
 
 def _end_cron(deployment: RunnerDeployment) -> None:
@@ -266,6 +272,7 @@ def _restarted(deployment: RunnerDeployment, max_restarts: int) -> tuple[UUID, R
     with get_client(sync_client=True) as client:
         trained = client.read_deployment(deployment_id)
     resumer = make_resumer(deployment.full_name)
+    _leave_work_pool(resumer)
     return deployment_id, resumer, resume_by(resumer, trained, max_restarts)
 
 

@@ -15,6 +15,7 @@ from forked_programs import run_program
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch.ckpt.blocks import CheckpointStorage
 from prefect_torch.deployments import (
@@ -240,6 +241,16 @@ def test_a_deployment_that_moves_to_processes_has_their_directory_again(client):
     assert client.read_deployment(found).pull_steps == [IN_PLACE]
     assert deploy("moved", "my_training:train_fn", run=ON_S3, work_pool="process-pool") == found
     assert not client.read_deployment(found).pull_steps
+
+
+def test_a_deployment_that_is_served_leaves_its_work_pool_and_so_does_its_resumer(client, monkeypatch):
+    """The pool's workers went on to take its flow runs, without the job variables."""
+    deploy("served", "my_training:train_fn", run=ON_S3, work_pool="process-pool", work_queue="some", max_restarts=1)
+    monkeypatch.setattr("prefect.serve", lambda *given: [Runner().add_deployment(it) for it in given])
+    serve(make_deployment("served", "my_training:train_fn", run=ON_S3), max_restarts=1)
+    for name in ("train/served", "resume/train-served"):
+        found = client.read_deployment_by_name(name)
+        assert (found.work_pool_name, found.work_queue_name, found.job_variables) == (None, None, {})
 
 
 def test_a_deployment_waits_in_the_work_queue_that_it_names(client):
