@@ -244,7 +244,8 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
 def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
     """Return a flow run that waits in a more urgent queue of the same work pool, although that queue's own limit admits it.
 
-    One that was late before this one began was passed over by the workers, and would not begin if this one left.
+    None while the pool is paused: neither that flow run nor this one would begin. One that was late before this one began was
+    passed over by the workers, and would not begin if this one left.
     """
     if this.work_pool_name is None or this.work_queue_id is None:
         return None
@@ -268,7 +269,7 @@ def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
         if queue is None or queue.id in full:
             continue
         if _has_room(client, queue):
-            return flow_run
+            return None if client.read_work_pool(this.work_pool_name).is_paused else flow_run
         full.add(queue.id)
     return None
 

@@ -21,7 +21,7 @@ from forked_programs import Popen
 from http_proxy import Response, proxied
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRunPolicy
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
@@ -690,8 +690,12 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     assert find_interruption(client, this, yields_to_urgent=True) is None  # that takes the only slot
     client.update_work_queue(queue.id, concurrency_limit=2, is_paused=True)
     assert find_interruption(client, this, yields_to_urgent=True) is None
-    equal = begin(client, pool, "urgent", Pending(), Running())
     client.update_work_queue(queue.id, is_paused=False)
+    assert find_interruption(client, this, yields_to_urgent=True) is not None
+    client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
+    assert find_interruption(client, this, yields_to_urgent=True) is None
+    client.update_work_pool(pool, WorkPoolUpdate(is_paused=False))
+    equal = begin(client, pool, "urgent", Pending(), Running())
     assert find_interruption(client, equal, yields_to_urgent=True) is None
 
 
