@@ -23,8 +23,8 @@ from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted,
 
 _TAG = "run:"
 _MEMORY = "memory://"
-# The directory that Prefect's process worker makes for a flow run without the job variable working_dir.
-_OF_WORKER = re.compile(r"tmp\w{8}prefect")
+# The directory that Prefect makes for a flow run: its process worker without the job variable working_dir, and in containers.
+_OF_FLOW_RUN = re.compile(r"tmp\w{8}prefect|prefect-flow-run-\w+")
 
 
 def flow_run_name() -> str:
@@ -84,10 +84,10 @@ def describe_location(what: str, run: Run, run_config: RunConfig) -> str:
 
 def warn_of_temporary_storage(run: Run) -> None:
     """Warn if the run is in the temporary directory of its flow run, as a relative path is after a `git_clone` step."""
-    if any(_OF_WORKER.fullmatch(part) for part in Path(run.path).parts):
+    if any(_OF_FLOW_RUN.fullmatch(part) for part in Path(run.path).parts):
         get_run_logger().warning(
-            "%s is in a temporary directory, which Prefect's worker deletes when this process ends: give "
-            "RunConfig(storage=...) an absolute path or a URL, or the deployment the job variable working_dir",
+            "%s is in a temporary directory, which Prefect deletes when this process ends: give RunConfig(storage=...) a URL "
+            "or an absolute path, in containers that of a volume, or in a pool of processes the job variable working_dir",
             run.path,
         )
 

@@ -98,9 +98,15 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("folder", "warnings"), [("tmpc1rqd3_8prefect/code-main/checkpoints", 1), ("tmpc1rqd3_8/checkpoints", 0)]
+    ("folder", "warnings"),
+    [
+        ("tmpc1rqd3_8prefect/code-main/checkpoints", 1),
+        ("prefect-flow-run-c1rqd3_8/code-main/checkpoints", 1),
+        ("tmpc1rqd3_8/checkpoints", 0),
+        ("prefect-flow-runs/checkpoints", 0),
+    ],
 )
-def test_a_storage_that_prefects_worker_deletes_with_the_flow_run_is_warned_of(tmp_path, monkeypatch, caplog, folder, warnings):
+def test_a_storage_that_prefect_deletes_with_the_flow_run_is_warned_of(tmp_path, monkeypatch, caplog, folder, warnings):
     monkeypatch.setattr(messages, "get_run_logger", lambda: logging.getLogger("of-a-run"))
     observer = LocationObserver(job_in(tmp_path / folder))
     for number in (1, 2):
