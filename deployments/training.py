@@ -125,7 +125,7 @@ def deploy(
     if the job variables name `gpu_ids`.
 
     Args:
-        name: The deployment's name; an existing deployment is updated.
+        name: The deployment's name; an existing deployment is updated. If somebody has paused it, or its schedule, it stays so.
         train_fn: "module:function" or "path/to/file.py:function", found where the flow runs, or the function itself, which is
             replaced by its location.
         config: The argument of the function.
@@ -174,6 +174,7 @@ def deploy(
     _warn_of_short_time(pool, deployment.job_variables, failure or FailureConfig())
     if deployment.job_variables.get("working_dir") == str(Path.cwd()):
         _warn_of_missing_function(deployment)
+    _keep_paused(deployment)
     with large_parameters_explained():
         deployment_id = cast("UUID", deployment.apply(work_pool_name=work_pool))
     _end_cron(deployment)
@@ -233,6 +234,21 @@ def serve(*deployments: RunnerDeployment, max_restarts: int | None = None) -> No
         restart()
         with runner_outlasts_outages(after_outage=restart):
             prefect.serve(*deployments, *(resumer for _, resumer, _ in restarted))
+
+
+def _keep_paused(deployment: RunnerDeployment) -> None:
+    """Keep what somebody has paused: the deployment in its work pool, and the schedule of `cron`. An update resumes them.
+
+    A deployment without a work pool was paused by the end of its `serve`.
+    """
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        known = client.read_deployment_by_name(deployment.full_name)
+        if known.work_pool_name is None:
+            return
+        deployment.paused = known.paused
+        inactive = {it.slug for it in known.schedules if not it.active}
+        for schedule in deployment.schedules or ():
+            schedule.active = schedule.slug not in inactive
 
 
 def _leave_work_pool(deployment: RunnerDeployment) -> None:

@@ -279,6 +279,34 @@ def test_schedules_that_somebody_added_stay_and_that_of_an_earlier_call_ends(cli
     assert crons(found) == ["by hand"]
 
 
+def test_what_somebody_has_paused_stays_paused(client):
+    def deploy_again():
+        return deploy("held", "my_training:train_fn", run=ON_S3, work_pool="process-pool", cron="0 3 * * *")
+
+    def is_paused():
+        known = client.read_deployment(found)
+        (schedule,) = known.schedules
+        return known.paused, not schedule.active
+
+    found = deploy_again()
+    assert is_paused() == (False, False)
+    client.pause_deployment(found)
+    deploy_again()
+    assert is_paused() == (True, False)
+    client.resume_deployment(found)
+    (schedule,) = client.read_deployment_schedules(found)
+    client.update_deployment_schedule(found, schedule.id, active=False)
+    deploy_again()
+    assert is_paused() == (False, True)
+
+
+def test_a_deployment_whose_serve_has_ended_is_not_paused_in_its_work_pool(client):
+    made = make_deployment("ended", "my_training:train_fn", run=ON_S3)
+    client.pause_deployment(made.apply())
+    found = deploy("ended", "my_training:train_fn", run=ON_S3, work_pool="process-pool")
+    assert not client.read_deployment(found).paused
+
+
 def test_a_work_pool_that_does_not_exist_is_named():
     with pytest.raises(ValueError, match="there is no work pool 'gone': create it with `prefect work-pool create gone"):
         deploy("nowhere", "my_training:train_fn", work_pool="gone")
