@@ -115,6 +115,11 @@ class HistoryWriter:
         """Return whether the pending records are two seconds old, or fill a chunk."""
         return len(self._pending) >= CHUNK_RECORDS or (bool(self._pending) and time.monotonic() - self._oldest_s >= CHUNK_AGE_S)
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether no record is pending."""
+        return not self._pending
+
     def flush(self) -> None:
         """Store the pending records, usually by one request; after an error they stay pending, or are stored but unmerged."""
         with self._one_flush:

@@ -110,7 +110,9 @@ class AttemptLeader:
         if self.regrows:
             self._record(claimed, outcome_of_regrowth(claimed, self._safe_work()))
         else:
-            self._record(claimed, outcome_of_end(claimed, "stopped" if self._is_stopped else "completed", value))
+            outcome = outcome_of_end(claimed, "stopped" if self._is_stopped else "completed", value)
+            lacks_reports = self._recorder is not None and self._recorder.lacks_reports
+            self._record(claimed, replace(outcome, lacks_reports=lacks_reports))
         return value
 
     def _train_on_machines(self, claimed: Attempt) -> Any:

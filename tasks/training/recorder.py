@@ -136,22 +136,35 @@ class RunRecorder:
             self._renewing = self._submit(self._claim.renew, "the claim of the attempt was not stored again")
         self._retention.prune_due(self._history.recorded)
 
+    @property
+    def lacks_reports(self) -> bool:
+        """Whether reports are not stored in the metric history."""
+        return not self._history.is_stored
+
     def close(self) -> None:
-        """Return once everything is stored."""
+        """Return once everything is stored, except what the last `prune` may make room for."""
         for event in self._unrecorded.values():  # rank 0 died between the commit and the event of its report
             self._history.append(MetricRecord(self._attempt, event.step, event.metrics, event.id, utc_now()))
         self._is_closing = True
-        wait([self._write(self._history.close, "the metric history")])  # a repair of the index that is under way ends before
-        self._writer.shutdown()
+        self._store_rest("is tried again after the last prune")  # a repair of the index that is under way ends before
 
     def prune(self, *, may_go_on: bool) -> None:
         """Return once the storage holds only what the policy keeps, or a prune has failed; to be called after `close`.
+
+        If reports could not be stored, as on a full disk, they are tried once more where the prune has made room.
 
         Args:
             may_go_on: Whether another attempt may follow, which looks for garbage itself.
 
         """
         self._retention.finish(self._history.recorded, may_go_on=may_go_on)
+        if self.lacks_reports:
+            self._store_rest("ends without the last reports: those with a checkpoint are in its manifest alone")
+            self._retention.finish(self._history.recorded, may_go_on=may_go_on)
+        self._writer.shutdown()
+
+    def _store_rest(self, consequence: str) -> None:
+        wait([self._submit(self._history.close, f"the metric history could not be written, and {consequence}")])
 
     def _flush(self) -> None:
         self._flush_backoff.record()

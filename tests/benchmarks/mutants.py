@@ -94,8 +94,9 @@ MUTANTS = [
     *mutants_of(
         "ckpt/runs/deletion/limits.py",
         "tests/ckpt/runs/test_prune_limits.py",
-        ("if status.is_done and not status.has_unreadable_successor:", "if False:"),
-        ("if status.is_done and not status.has_unreadable_successor:", "if status.is_done:"),
+        ("if status.has_all_reports and not status.has_unreadable_successor:", "if False:"),
+        ("if status.has_all_reports and not status.has_unreadable_successor:", "if status.has_all_reports:"),
+        ("if status.has_all_reports and", "if status.is_done and"),
         ("if status.outcome is None else None", ""),
         ("min((it for it in", "max((it for it in"),
         ("(*self.in_use, *in_use)", "tuple(in_use)"),

@@ -97,6 +97,7 @@ class Outcome:
         error: The error that ended it, as text, with the rank's own traceback.
         errors: Each failed rank's error, with the traceback of the first 16.
         return_value: Rank 0's return value as far as JSON can represent it, up to 1 MiB.
+        lacks_reports: Whether its last reports could not be stored: those with a checkpoint are in its manifest alone.
 
     """
 
@@ -107,6 +108,7 @@ class Outcome:
     error: str | None = None
     errors: Annotated[dict[str, str], _check_ranks] = field(default_factory=dict)
     return_value: Any = None
+    lacks_reports: bool = False
 
     @property
     def state(self) -> EndState:

@@ -47,8 +47,13 @@ class AttemptStatus:
 
     @property
     def is_done(self) -> bool:
-        """Whether the attempt completed, or was stopped by a decision: then all of its reports are stored."""
+        """Whether the attempt completed, or was stopped by a decision."""
         return self.outcome is not None and self.outcome.is_done
+
+    @property
+    def has_all_reports(self) -> bool:
+        """Whether the attempt is done, and all of its reports are stored."""
+        return self.outcome is not None and self.outcome.is_done and not self.outcome.lacks_reports
 
     @property
     def may_be_alive(self) -> bool:

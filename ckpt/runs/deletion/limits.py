@@ -39,16 +39,16 @@ def prune_limits(run: Run, status: AttemptStatus | None) -> PruneLimits:
 
     An attempt without an outcome is running, or its leader was killed; then the next leader stores the reports that it left
     unstored. A newer attempt whose claim cannot be read may be that leader. An attempt that has ended before its work was done
-    may have failed to store its last reports. Costs nothing after a completed attempt, else a listing and a read of the metric
-    history. If a run has checkpoints but no attempt, its claims are listed again: the first listing may have been a gateway's
-    empty page.
+    may have failed to store its last reports; of one whose work is done, the outcome says so. Costs nothing after a completed
+    attempt that has stored them, else a listing and a read of the metric history. If a run has checkpoints but no attempt, its
+    claims are listed again: the first listing may have been a gateway's empty page.
     """
     if status is None and has_begun(run):
         status = read_status(run)
     if status is None:
         return PruneLimits()
     own_metric = status.attempt.policy.checkpoint_score_attribute
-    if status.is_done and not status.has_unreadable_successor:
+    if status.has_all_reports and not status.has_unreadable_successor:
         return PruneLimits(own_metric=own_metric)
     restored = status.attempt.restored_id if status.outcome is None else None
     return PruneLimits(() if restored is None else (restored,), newest_recorded(run), own_metric=own_metric)

@@ -26,6 +26,12 @@ def test_a_prune_is_limited_until_all_reports_are_stored_for_certain(store, owne
         assert prune_limits(store, read_status(store)) == PruneLimits()
 
 
+def test_a_prune_is_limited_where_the_outcome_says_that_the_last_reports_are_not_stored(store):
+    claim_attempt(store, HERE, world_size=1)
+    write_outcome(store, Outcome(1, "completed", lacks_reports=True))
+    assert prune_limits(store, read_status(store)) == PruneLimits(up_to="")
+
+
 def test_a_prune_is_limited_where_a_newer_claim_cannot_be_read(store):
     claim_attempt(store, HERE, world_size=1)
     write_outcome(store, Outcome(1, "completed"))

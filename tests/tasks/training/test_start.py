@@ -1,5 +1,6 @@
 """The checkpoint that an attempt starts from."""
 
+import errno
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome, claim_key, newest_attempt, write_outcome
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.ckpt.runs.history import MetricRecord, read_history
+from prefect_torch.ckpt.runs.history import MetricRecord, newest_recorded, read_history
 from prefect_torch.ckpt.runs.index import writer
 from prefect_torch.ckpt.runs.index.segments import read_index
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
@@ -300,14 +301,14 @@ def test_a_repair_of_the_index_that_is_under_way_at_the_end_is_left_to_the_next_
         recorder = RunRecorder(
             CheckpointStore.open(tmp_path, "run"), job, CLAIM, None, SimpleNamespace(notify=lambda event: None)
         )
-        write = recorder._write
+        submit = recorder._submit
 
-        def write_last(*args):
-            submitted = write(*args)
+        def submit_last(*args):
+            submitted = submit(*args)
             is_closing.set()
             return submitted
 
-        monkeypatch.setattr(recorder, "_write", write_last)
+        monkeypatch.setattr(recorder, "_submit", submit_last)
         recorder.close()
     assert len(repairs) == 1
     assert not caplog.records
@@ -433,3 +434,40 @@ def test_a_full_disk_costs_a_warning_in_seconds_and_what_was_reported_is_stored_
         (disk / "fill").unlink()
         recorder.close()
         assert [record.metrics for record in read_history(store)] == [{"loss": 1.0}]
+
+
+class _FullUntilPruned(WrappedStorage):
+    """A storage that has no room for the metric history until `has_room`."""
+
+    has_room = False
+    refused = 0
+
+    def put_bytes(self, key, data):
+        if "/metrics/" in key and not self.has_room:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.inner.put_bytes(key, data)
+
+
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_the_last_reports_that_a_full_disk_has_not_taken_are_stored_after_the_last_prune(tmp_path, monkeypatch, makes_room):
+    storage = _FullUntilPruned(MemoryStorage())
+    store = CheckpointStore.open(storage, "run")
+    job = SimpleNamespace(policy=RetentionPolicy(), decisions=None)
+    finished = []
+
+    def finish(_, recorded, *, may_go_on):
+        storage.has_room = makes_room
+        finished.append(recorded)
+
+    monkeypatch.setattr(retention_schedule.RetentionSchedule, "finish", finish)
+    with disable_run_logger():
+        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        manifest = commit(store, 0)
+        recorder.record(ReportEvent(MetricRecord(1, 0, {"loss": 1.0}, manifest.id, utc_now())))
+        recorder.close()
+        assert storage.refused == 1
+        recorder.prune(may_go_on=False)
+    assert recorder.lacks_reports is not makes_room
+    assert finished == [None, manifest.id if makes_room else None]
+    assert newest_recorded(store) == (manifest.id if makes_room else "")
