@@ -3,7 +3,6 @@
 import xxhash
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, StorageError
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY
-from prefect_torch.ckpt.storage.specs.location import canonical
 from prefect_torch.ckpt.text import as_command
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -12,18 +11,19 @@ from prefect_torch.tasks.run_logs import get_run_logger
 class SourcePin:
     """The pin of a checkpoint that a run starts from; its storage is opened only to set or remove the pin.
 
-    All attempts of a run set and remove the same pin, so a later attempt removes the pin of one that was killed.
+    All attempts of a run set and remove the same pin, wherever its storage is mounted, so a later attempt removes the pin of
+    one that was killed. Costs a small read.
 
     Args:
         source: The checkpoint.
-        run: The run that starts from it.
+        run: The run that starts from it, which is claimed.
 
     """
 
     def __init__(self, source: CheckpointRef, run: CheckpointStore) -> None:
         self._source = source
         self._run = run
-        self._token = xxhash.xxh32_hexdigest(canonical(run.path).encode(errors="surrogatepass"))
+        self._token = _token_of(run)
         self._may_exist = True
 
     def set(self, store: CheckpointStore) -> None:
@@ -56,3 +56,9 @@ class SourcePin:
             unpin = as_command("unpin", source.storage.url, source.run, source.checkpoint_id)
             text = "checkpoint %s of run %r stays pinned (%s); `%s` removes its pins"
             get_run_logger().warning(text, source.checkpoint_id, source.run, exc, unpin)
+
+
+def _token_of(run: CheckpointStore) -> str:
+    """Return what only this run's pins have: another machine's run may have the same path, and this one another path there."""
+    run_id = (run.records.get_json(run.layout.run_info) or {}).get("run_id")
+    return xxhash.xxh32_hexdigest(f"{run_id}/{run.name}".encode())

@@ -13,7 +13,7 @@ import pytest
 from commits import commit
 from memory_storage import MemoryStorage
 from prefect.logging import disable_run_logger
-from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy
+from prefect_torch.ckpt import CheckpointCorruptError, CheckpointNotFoundError, CheckpointStore, RetentionPolicy, StorageSpec
 from prefect_torch.ckpt.reporting.decisions import Verdict
 from prefect_torch.ckpt.reporting.events import CommitEvent, DecisionRequest, EventSender, ReportEvent
 from prefect_torch.ckpt.reporting.exchange.key_value import MemoryKeyValue
@@ -216,6 +216,26 @@ def test_the_pin_of_a_person_and_of_another_run_stay(seed):
     with disable_run_logger():
         start_from(initial).source_pin.remove()
     assert pinned(initial) == {initial.checkpoint_id}
+
+
+def test_a_run_with_the_same_path_on_another_machine_has_a_pin_of_its_own(seed, tmp_path):
+    initial, _ = seed
+    mounted_here = StorageSpec(str(tmp_path / "mount"))
+    pin = start_from(initial, mounted_here).source_pin
+    (tmp_path / "mount").rename(tmp_path / "of-one-machine")
+    start_from(initial, mounted_here)
+    with disable_run_logger():
+        pin.remove()
+    assert pinned(initial) == {initial.checkpoint_id}
+
+
+def test_an_attempt_with_another_mount_point_removes_the_pin_of_an_earlier_one(seed, tmp_path):
+    initial, _ = seed
+    start_from(initial, StorageSpec(str(tmp_path / "mount")))
+    (tmp_path / "mount").rename(tmp_path / "elsewhere")
+    with disable_run_logger():
+        start_from(initial, StorageSpec(str(tmp_path / "elsewhere"))).source_pin.remove()
+    assert pinned(initial) == frozenset()
 
 
 def test_a_sweep_pins_what_its_trials_start_from(seed):
