@@ -12,6 +12,7 @@ from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each
+from prefect_torch.ckpt.storage.synced.first_download import upload_waiting
 from prefect_torch.ckpt.text import utc_now
 
 _PART_BYTES = 1 << 20
@@ -71,6 +72,11 @@ class LogFiles:
             while len(self._unstored) > len(self._newest) + _MOST_UNSTORED_PARTS:
                 del self._unstored[next(iter(self._unstored))]
                 self.num_lost += 1
+
+    def close(self) -> None:
+        """Store what was appended since the last time, also at the target of a synced directory; raises as `flush`."""
+        self.flush()
+        upload_waiting(self._run.spec)
 
     def flush(self) -> None:
         """Store what was appended since the last time, up to 32 files at a time.

@@ -112,7 +112,7 @@ def _store(files: LogFiles, ended: threading.Event) -> None:
     while not is_last:
         is_last = ended.wait(_FLUSH_S)
         try:
-            files.flush()
+            (files.close if is_last else files.flush)()
         except (StorageError, OSError, RuntimeError) as exc:  # the last: no thread is left for the moment
             if is_last or not (is_refusal(exc) and was_refused):  # it is refused for weeks where nothing may be replaced
                 again = "" if is_last else ", and are tried again"

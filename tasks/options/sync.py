@@ -12,7 +12,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from .run_form import FormModel
 
-# If a killed node has not copied them, its next report does. No logs of an evaluation: one that fails stores nothing later.
+# If a killed process has not copied them, the next one on its machine does. No logs of an evaluation: one that fails stores
+# nothing later.
 _LATE = rf"{RUN_NAME}/(metrics/.*|logs/.*|latest\.json)"
 
 # Prefect stores a flow run's parameters as JSON, to be shown; the flow gets the function itself.

@@ -1,4 +1,4 @@
-"""The download of a run in a synced directory, before a machine reads it; does nothing for any other storage."""
+"""A synced directory before a machine reads a run, and after its last write; does nothing for any other storage."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,6 +55,22 @@ def download_unless(is_here: Callable[[], bool], spec: StorageSpec, run: str, fo
     with FileLock(root / FOLDER / "download.lock"):
         if not is_here():
             download_run(spec, run, folder)
+
+
+def upload_waiting(spec: StorageSpec) -> None:
+    """Upload the small objects of this process that wait for others, with the storage's retries: no others may follow.
+
+    Raises:
+        StorageError: If that failed; the next process on this machine uploads them.
+
+    """
+    if is_synced(spec):
+        with_retries(open_spec(spec), "syncing", "what waits", _upload_waiting)
+
+
+def _upload_waiting(storage: Storage) -> None:
+    assert isinstance(storage, SyncedStorage)
+    storage.upload_waiting()
 
 
 def _download(storage: Storage, run: str, folder: str) -> None:

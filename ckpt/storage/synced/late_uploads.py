@@ -1,25 +1,38 @@
 """Small objects that wait for the next upload, or for the end of a period."""
 
 import logging
+import os
+import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 
 _AFTER_FAILURE_S = 10.0
 _logger = logging.getLogger(__name__)
+_own_folders: set[Path] = set()  # of this process
 
 
 class LateUploads:
-    """The keys that are yet to be uploaded by this process.
+    """The keys that are yet to be uploaded by this process, and those that a process that was killed has left.
+
+    Each waiting key is an empty file in a directory of this process.
 
     Args:
+        folder: Holds the directories of all processes that upload to one target.
         period_s: The longest time in seconds that they wait.
         upload: Uploads the waiting objects.
 
     """
 
-    def __init__(self, period_s: float, upload: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, period_s: float, upload: Callable[[], None]) -> None:
+        self._folder = folder
+        self._own = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+        _own_folders.add(self._own)
+        self._has_adopted = False
         self._period_s = period_s
         self._upload = upload
         self._keys: set[str] = set()
@@ -35,14 +48,38 @@ class LateUploads:
         self._add(keys, max(self._period_s, _AFTER_FAILURE_S))
 
     def take(self) -> set[str]:
-        """Remove and return the waiting keys, which the caller uploads now, or puts back."""
+        """Remove and return the waiting keys, which the caller uploads now, and declares as `uploaded` or puts back."""
         with self._lock:
+            if not self._has_adopted:
+                self._adopt()
+                self._has_adopted = True
             keys, self._keys = self._keys, set()
             return keys
 
-    def _add(self, keys: Iterable[str], wait_s: float) -> None:
+    def uploaded(self, keys: Iterable[str]) -> None:
+        """Forget `keys`, unless they wait again meanwhile."""
         with self._lock:
+            for key in set(keys) - self._keys:
+                (self._own / key).unlink(missing_ok=True)
+
+    def _adopt(self) -> None:
+        """Take the keys over that processes which have ended have left."""
+        for left in filter(_is_left, list(self._folder.glob("*-*"))):
+            keys = {str(mark.relative_to(left)) for mark in left.rglob("*") if mark.is_file()}
+            self._mark(keys)
             self._keys.update(keys)
+            shutil.rmtree(left, ignore_errors=True)  # another process may take them over at the same time
+
+    def _mark(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self._own / key).parent.mkdir(parents=True, exist_ok=True)
+            (self._own / key).touch()
+
+    def _add(self, keys: Iterable[str], wait_s: float) -> None:
+        added = set(keys)
+        with self._lock:
+            self._mark(added)
+            self._keys.update(added)
             if self._keys and self._timer is None:
                 self._timer = threading.Timer(wait_s, self._run)
                 self._timer.daemon = True
@@ -55,3 +92,9 @@ class LateUploads:
             self._upload()
         except (StorageError, OSError, ValueError) as exc:  # the keys wait again, and the next commit uploads them
             _logger.warning("small objects could not be synced yet: %s", exc)
+
+
+def _is_left(folder: Path) -> bool:
+    """Return whether the process that had this directory has ended; in a container that starts again, the next has its id."""
+    pid = folder.name.partition("-")[0]
+    return folder not in _own_folders and pid.isdecimal() and (int(pid) == os.getpid() or not is_alive(int(pid)))

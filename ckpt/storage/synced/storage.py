@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import xxhash
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.machine.process_ids import is_alive
@@ -41,7 +42,8 @@ class SyncedStorage(LocalStorage):
         self._transport = transport
         with _late_lock:
             known = _late.get((self.url, transport))
-            self._late = known or LateUploads(float(transport.period_s), lambda: self._upload(()))
+            waiting = root / FOLDER / "late" / xxhash.xxh32_hexdigest(transport.target.encode())
+            self._late = known or LateUploads(waiting, float(transport.period_s), self.upload_waiting)
             _late[self.url, transport] = self._late
 
     def put_file(self, key: str, path: Path) -> Transfer:
@@ -70,6 +72,10 @@ class SyncedStorage(LocalStorage):
             return
         self._upload((), {key: data})
         super().put_bytes(key, data)
+
+    def upload_waiting(self) -> None:
+        """Upload the small objects that wait for others."""
+        self._upload(())
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Yield the names of the directories directly below `prefix`, without the directory of uploads."""
@@ -127,6 +133,7 @@ class SyncedStorage(LocalStorage):
                 (staged / key).write_bytes(data)
             if staged.exists():
                 self._transport.run_upload(f"{staged}/")
+            self._late.uploaded(late)
         except BaseException:
             self._late.put_back(late)
             raise

@@ -23,6 +23,8 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import ended_by
+from prefect_torch.ckpt.storage.synced import late_uploads
+from prefect_torch.ckpt.storage.synced import storage as synced_storage
 from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_run
 from prefect_torch.ckpt.storage.synced.storage import FOLDER, SyncedStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport, pickled_function
@@ -306,6 +308,37 @@ def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importabl
     storage = open_storage(spec(tmp_path / "here", tmp_path / "there", upload=way, period_s="0.01"))
     storage.put_bytes("run/metrics/1.jsonl", b"{}")
     assert uploaded.wait(30)
+
+
+@pytest.mark.parametrize("pid", ["999999999", str(os.getpid())], ids=["another", "own"])
+def test_metrics_that_a_killed_process_left_are_uploaded_with_the_first_upload_of_the_next(tmp_path, monkeypatch, pid):
+    here, key = spec(tmp_path / "here", tmp_path / "there"), "run/metrics/1.jsonl"
+    open_storage(here).put_bytes(key, b"{}")
+    monkeypatch.setattr(synced_storage, "_late", {})
+    monkeypatch.setattr(late_uploads, "_own_folders", set())
+    (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
+    own.rename(own.with_name(f"{pid}-{own.name.partition('-')[2]}"))
+    open_storage(here).put_bytes("run/manifests/x.json", b"{}")
+    assert key in keys_below(tmp_path / "there")
+    assert not [it for it in (tmp_path / "here" / FOLDER).rglob("*") if it.is_file()]
+
+
+def test_the_last_lines_of_ranks_are_uploaded_at_their_end(tmp_path):
+    here = spec(tmp_path / "here", tmp_path / "there")
+    store = CheckpointStore.open(here, "run")
+    files = LogFiles(store, store.layout.logs(1))
+    files.append(0, ["the end"])
+    files.close()
+    assert keys_below(tmp_path / "there") == {"run/logs/000001/rank-0.000000.log"}
+
+
+def test_metrics_that_wait_in_another_process_are_left_to_it(tmp_path):
+    here, key = spec(tmp_path / "here", tmp_path / "there"), "run/metrics/1.jsonl"
+    open_storage(here).put_bytes(key, b"{}")
+    (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
+    own.rename(own.with_name(f"{os.getppid()}-0"))
+    open_storage(replace(here, options=transport(tmp_path / "there", period_s="60").options())).put_bytes("run/x", b"{}")
+    assert keys_below(tmp_path / "there") == {"run/x"}
 
 
 @pytest.mark.parametrize("period_s", [0, 3600])

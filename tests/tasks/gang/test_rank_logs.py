@@ -65,6 +65,8 @@ def test_lines_that_prefect_drops_for_its_level_are_stored(logged, caplog, lowes
         def flush(self):
             pass
 
+        close = flush
+
     caplog.set_level(lowest, "run")
     with rank_logs.rank_logs("all", None, files := Files()) as logs:
         logs.of(SimpleNamespace(rank=0, local_rank=0)).write(["epoch 1"])
@@ -82,7 +84,7 @@ def test_lines_that_a_storage_refuses_each_time_cost_one_warning_and_one_at_the_
             enough.set()
         raise PermissionError("refused in 4 ms") if len(flushed) < 4 else StorageError(f"away {min(5, len(flushed))}")
 
-    files = SimpleNamespace(num_lost=0, flush=flush)
+    files = SimpleNamespace(num_lost=0, flush=flush, close=flush)
     with rank_logs.rank_logs("rank0", None, files):
         assert enough.wait(60)
     what = "lines of ranks could not be stored beside the run"
