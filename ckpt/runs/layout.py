@@ -224,13 +224,13 @@ class Layout:
 
     @property
     def copied_with_checkpoints(self) -> tuple[str, ...]:
-        """The prefixes of what each copy of a run's checkpoints needs beside them."""
-        return self.attempts, self.outcomes
+        """The prefixes of what each copy of a run's checkpoints needs beside them: the history, by which a prune is limited."""
+        return self.attempts, self.outcomes, self.metrics
 
     @property
     def copied(self) -> tuple[str, ...]:
         """The prefixes of what a copy of a whole run needs before its checkpoints, those that others rely on first."""
-        of_training = (self.metrics, self.pins, self.quarantined, self.all_logs)
+        of_training = (self.pins, self.quarantined, self.all_logs)
         return *self.copied_with_checkpoints, *of_training, self.codes(), self.all_evaluation_codes, self.journal
 
 

@@ -67,6 +67,14 @@ def test_what_is_in_quarantine_is_copied_as_it_is_and_can_be_restored_there(stor
     assert "stays in quarantine, since it is damaged" in command("restore", target, "run", damaged.id)[2]
 
 
+def test_a_copy_of_single_checkpoints_of_a_run_that_goes_on_is_pruned(local, command, tmp_path, target):
+    store = store_run(local, tmp_path / "scratch", ending=None)
+    for it in store.list():
+        assert command("copy", local, "run", it.id, target)[0] == 0
+    assert command("prune", target, "run", "--keep", "1", "--yes")[0] == 0
+    assert [it.id for it in CheckpointStore.open(target, "run").list()] == [store.latest().id]
+
+
 def test_a_checkpoint_that_was_damaged_since_an_earlier_copy_stays_whole_there(storage, command, tmp_path, target):
     store = store_run(storage, tmp_path / "scratch")
     command("copy", storage, "run", target)
