@@ -482,7 +482,7 @@ def test_the_last_reports_that_a_full_disk_has_not_taken_are_stored_after_the_la
 
     monkeypatch.setattr(retention_schedule.RetentionSchedule, "finish", finish)
     with disable_run_logger():
-        recorder = RunRecorder(store, job, 1, None, SimpleNamespace(notify=lambda event: None))
+        recorder = RunRecorder(store, job, CLAIM, None, SimpleNamespace(notify=lambda event: None))
         manifest = commit(store, 0)
         recorder.record(ReportEvent(MetricRecord(1, 0, {"loss": 1.0}, manifest.id, utc_now())))
         recorder.close()
