@@ -353,6 +353,9 @@ def listed(number, name="pod", **status):
     return {"metadata": {"name": name, "annotations": annotations}, "status": status}
 
 
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+
+
 def waiting(reason, message):
     return [{**CONTAINER, "state": {"waiting": {"reason": reason, "message": message}}}]
 
@@ -368,10 +371,9 @@ def terminated(reason, exit_code):
 def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp_path, monkeypatch, kind, reason, message):
     server = KubernetesServer(tmp_path, knows_job_sets=False)
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
-    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
     server.listed = {
         "pods": [
-            listed(0, conditions=[unschedulable]),
+            listed(0, conditions=[UNSCHEDULABLE]),
             listed(1, initContainerStatuses=waiting("ImagePullBackOff", "no such image")),
             listed(2, phase="Running"),
         ],
@@ -597,8 +599,11 @@ def test_a_pod_that_has_not_come_when_the_attempt_begins_is_deleted(tmp_path, mo
     server = KubernetesServer(tmp_path, knows_job_sets=False)
     monkeypatch.setattr(kubernetes.config.kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(server.configuration))
     server.pending = {1, 2}
-    phases = ["Pending", "Pending", "Failed"]  # Kubernetes says a moment later that the first one runs
-    server.listed["pods"] = [listed(number, name=f"job-{number}", phase=phase) for number, phase in enumerate(phases)]
+    server.listed["pods"] = [
+        listed(0, name="job-0", phase="Pending"),  # Kubernetes says a moment later that it runs
+        listed(1, name="job-1", phase="Pending", conditions=[UNSCHEDULABLE]),
+        listed(2, name="job-2", phase="Failed"),
+    ]
     try:
         with gather(KubernetesCluster(image="own/image:1", leader_address="127.0.0.1"), replace(WANTED, most=3)) as gathering:
             (machine,) = gathering.wait(lambda: None)
