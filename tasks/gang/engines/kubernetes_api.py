@@ -34,6 +34,7 @@ _OUT_OF_MEMORY = "OOMKilled"
 _ENDED = {"Failed", "Succeeded"}
 _HOPELESS = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName"}
 _SUSPENDED = "Suspended"  # a normal event: what queues Jobs suspends them until it admits them
+_UNSCHEDULABLE = {"Unschedulable", "SchedulingGated"}  # the latter until a queue admits the pod
 _STARTING = {"ContainerCreating", "PodInitializing"}  # on a machine, which pulls the image for minutes
 
 
@@ -157,7 +158,7 @@ class KubernetesApi:
             if pod.status.phase in _ENDED:
                 found[number] = (_end(pod).reason, True)
             for condition in pod.status.conditions or []:
-                if condition.reason == "Unschedulable":
+                if condition.reason in _UNSCHEDULABLE:
                     found[number] = (f"unschedulable: {condition.message}", False)
         refusal = self._refusal(pods) or "Kubernetes has not created it yet" if missing else ""
         return {**found, **dict.fromkeys(missing, (refusal, False))}

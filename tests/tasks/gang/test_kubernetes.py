@@ -376,6 +376,7 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
             listed(0, conditions=[UNSCHEDULABLE]),
             listed(1, initContainerStatuses=waiting("ImagePullBackOff", "no such image")),
             listed(2, phase="Running"),
+            listed(4, phase="Pending", conditions=[{**UNSCHEDULABLE, "reason": "SchedulingGated", "message": "by a queue"}]),
         ],
         "events": [
             {"metadata": {"name": name}, "involvedObject": {"kind": "Job", "name": "job"}, **event}
@@ -386,15 +387,16 @@ def test_each_pod_that_does_not_run_says_why_and_one_that_is_not_created_too(tmp
         ],
     }
     try:
-        problems = KubernetesApi(None).problems(replace(PODS, num_pods=4))
+        problems = KubernetesApi(None).problems(replace(PODS, num_pods=5))
         server.listed["events"] = []  # or the flow may not read them
-        unknown = KubernetesApi(None).problems(replace(PODS, num_pods=4))
+        unknown = KubernetesApi(None).problems(replace(PODS, num_pods=5))
     finally:
         server.stop()
     assert problems == {
         0: ("unschedulable: 0/3 nodes are available", False),
         1: ("ImagePullBackOff: no such image", True),
         3: (f"{reason}: {message}", False),
+        4: ("unschedulable: by a queue", False),
     }
     assert unknown[3] == ("Kubernetes has not created it yet", False)
 
