@@ -11,6 +11,7 @@ from .client_process import check_client, run_client_process
 from .cluster import Agents, Cluster, MachineRequest
 
 _ANSWER_S = 20.0  # for importing Ray, connecting, and a last placement after the wait
+_ONE_GPU = "each rank has one GPU"
 
 
 class RayCluster(Cluster):
@@ -44,12 +45,10 @@ class RayCluster(Cluster):
     @field_validator("resources_per_worker")
     @classmethod
     def _check_resources(cls, resources: dict[str, float]) -> dict[str, float]:
-        if resources.get("GPU", 1) != 1:
-            raise ValueError(f"each rank has one GPU, not {resources['GPU']:g}: leave GPU out, and give use_gpu=True")
+        if resources.get("GPU", 1) not in {0, 1}:
+            raise ValueError(f"{_ONE_GPU}, not {resources['GPU']:g}: leave GPU out, and give use_gpu=True")
         if not all(0 <= amount < math.inf for amount in resources.values()):
             raise ValueError("Ray reserves no negative and no infinite amounts: give numbers from 0 on")
-        if resources and not any(resources.values()):
-            raise ValueError("Ray reserves nothing without an amount above 0: give one, or leave resources_per_worker out")
         return resources
 
     @property
@@ -61,10 +60,15 @@ class RayCluster(Cluster):
     def lend(self, wanted: MachineRequest, agents: Agents) -> Iterator[None]:
         """Reserve a placement group in a separate process, whose end releases it."""
         check_client("ray", "Ray", "ray")
+        # Without a GPU in it, a group may be where all GPUs are lent to others.
+        resources = {**({"GPU": 1.0} if wanted.use_gpu else {}), **(self.resources_per_worker or {"CPU": 1.0})}
+        if not any(resources.values()):
+            raise ValueError("Ray reserves nothing without an amount above 0: give one, or leave resources_per_worker out")
+        if wanted.use_gpu and not resources["GPU"]:
+            raise ValueError(f"{_ONE_GPU}, not 0: leave GPU out of resources_per_worker")
         order = {
             "address": self.address,
-            # Without a GPU in it, a group may be where all GPUs are lent to others.
-            "resources": {**({"GPU": 1.0} if wanted.use_gpu else {}), **(self.resources_per_worker or {"CPU": 1.0})},
+            "resources": resources,
             "strategy": self.placement_strategy,
             "fewest": wanted.fewest,
             "most": wanted.most,

@@ -514,12 +514,25 @@ def test_an_agent_gets_sigterm_once_its_machine_is_going_to_be_taken_away(monkey
         ({"CPU": 1, "GPU": 0.5}, "each rank has one GPU, not 0.5"),
         ({"CPU": -1}, "no negative"),
         ({"memory": float("nan")}, "no negative and no infinite"),
-        ({"CPU": 0}, "nothing without an amount above 0"),
     ],
 )
 def test_what_ray_cannot_reserve_for_a_rank_is_refused(resources, why):
     with pytest.raises(ValidationError, match=why):
         RayCluster(resources_per_worker=resources)
+
+
+@pytest.mark.parametrize(
+    ("resources", "use_gpu", "why"),
+    [
+        ({"CPU": 0}, False, "nothing without an amount above 0: give one, or leave resources_per_worker out"),
+        ({"GPU": 0}, False, "nothing without an amount above 0"),
+        ({"CPU": 1, "GPU": 0}, True, "each rank has one GPU, not 0: leave GPU out"),
+    ],
+)
+def test_what_ray_cannot_reserve_for_a_rank_with_or_without_a_gpu_is_refused(resources, use_gpu, why):
+    request = MachineRequest(1, 1, use_gpu=use_gpu, avoid=frozenset())
+    with pytest.raises(ValueError, match=why), RayCluster(resources_per_worker=resources).lend(request, None):
+        pass
 
 
 class DrainingRay:
@@ -554,6 +567,7 @@ def test_a_machine_is_going_to_be_taken_away_if_ray_drains_it(monkeypatch, drain
     [
         ({}, {"CPU": 1, "GPU": 1}),
         ({"CPU": 8}, {"CPU": 8, "GPU": 1}),
+        ({"CPU": 0}, {"CPU": 0, "GPU": 1}),
         ({"GPU": 1}, {"GPU": 1}),
     ],
 )
@@ -563,6 +577,14 @@ def test_ray_reserves_a_gpu_for_each_rank_that_needs_one(given, reserved):
     agents = SimpleNamespace(arguments=list, run=lambda command, _: commands.append(shlex.split(command)))
     with RayCluster(resources_per_worker=given).lend(MachineRequest(1, 1, use_gpu=True, avoid=frozenset()), agents):
         assert json.loads(commands[0][-1])["resources"] == reserved
+
+
+def test_ray_reserves_no_gpu_where_none_is_asked_for():
+    commands = []
+    agents = SimpleNamespace(arguments=list, run=lambda command, _: commands.append(shlex.split(command)))
+    request = MachineRequest(1, 1, use_gpu=False, avoid=frozenset())
+    with RayCluster(resources_per_worker={"CPU": 1, "GPU": 0}).lend(request, agents):
+        assert json.loads(commands[0][-1])["resources"] == {"CPU": 1, "GPU": 0}
 
 
 def test_an_allocation_may_take_a_day_in_the_queue_and_what_ended_is_not_requested_for_as_long(monkeypatch):
