@@ -159,8 +159,10 @@ class RunRecorder:
         """
         self._retention.finish(self._history.recorded, may_go_on=may_go_on)
         if self.lacks_reports:
+            before = self._history.recorded
             self._store_rest("ends without the last reports: those with a checkpoint are in its manifest alone")
-            self._retention.finish(self._history.recorded, may_go_on=may_go_on)
+            if self._history.recorded != before:  # else there is nothing more to delete, and the storage may be away
+                self._retention.finish(self._history.recorded, may_go_on=may_go_on)
         self._writer.shutdown()
 
     def _store_rest(self, consequence: str) -> None:
