@@ -65,10 +65,11 @@ class LateUploads:
     def _adopt(self) -> None:
         """Take the keys over that processes which have ended have left."""
         for left in filter(_is_left, list(self._folder.glob("*-*"))):
-            keys = {str(mark.relative_to(left)) for mark in left.rglob("*") if mark.is_file()}
+            # Another process may take them over, and delete them, at the same time: os.walk goes on, where rglob raises.
+            keys = {str(Path(place, name).relative_to(left)) for place, _, names in os.walk(left) for name in names}
             self._mark(keys)
             self._keys.update(keys)
-            shutil.rmtree(left, ignore_errors=True)  # another process may take them over at the same time
+            shutil.rmtree(left, ignore_errors=True)
 
     def _mark(self, keys: Iterable[str]) -> None:
         for key in keys:

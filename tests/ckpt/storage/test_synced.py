@@ -323,6 +323,26 @@ def test_metrics_that_a_killed_process_left_are_uploaded_with_the_first_upload_o
     assert not [it for it in (tmp_path / "here" / FOLDER).rglob("*") if it.is_file()]
 
 
+def test_what_another_process_takes_over_at_the_same_time_ends_no_upload(tmp_path, monkeypatch):
+    """As of the ranks of several trainings, whose first uploads come together."""
+    here, scandir = spec(tmp_path / "here", tmp_path / "there"), os.scandir
+    open_storage(here).put_bytes("run/metrics/1.jsonl", b"{}")
+    monkeypatch.setattr(synced_storage, "_late", {})
+    (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
+    left = own.rename(own.with_name("999999999-0"))
+
+    def scan_then_lose(place):
+        entries = scandir(place)
+        if str(place) == str(left):
+            left.rename(tmp_path / "taken")
+        return entries
+
+    monkeypatch.setattr(os, "scandir", scan_then_lose)
+    open_storage(here).put_bytes("run/manifests/x.json", b"{}")
+    assert (tmp_path / "taken").exists()
+    assert "run/manifests/x.json" in keys_below(tmp_path / "there")
+
+
 def test_the_last_lines_of_ranks_are_uploaded_at_their_end(tmp_path):
     here = spec(tmp_path / "here", tmp_path / "there")
     store = CheckpointStore.open(here, "run")
