@@ -1,7 +1,9 @@
 """The history of a sweep: the state of each trial after the events in its journal; pure functions."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.runs.metrics import Metrics, find_finite_score
@@ -89,9 +91,14 @@ class TrialRecord:
         return tuple(report for report in self.reports if report.run == self.run)
 
     def with_report(self, report: RungReport) -> "TrialRecord":
-        """Return the trial with one more report, in place of those that it has trained again after a restart."""
-        kept = tuple(it for it in self.reports if not it.is_repeated_by(report))
-        return replace(self, reports=(*kept, report))
+        """Return the trial with one more report, in place of those that it has trained again after a restart.
+
+        Those are the last ones, since times grow: the others are not looked at, of which a trial may have thousands.
+        """
+        last = takewhile(lambda it: math.isnan(it.time) or it.is_repeated_by(report), reversed(self.reports))
+        first = len(self.reports) - (0 if math.isnan(report.time) else sum(1 for _ in last))
+        kept = (it for it in self.reports[first:] if not it.is_repeated_by(report))
+        return replace(self, reports=(*self.reports[:first], *kept, report))
 
     def as_trained(self, *, has_metrics: bool) -> "TrialRecord":
         """Return the trial as it has trained: one that goes on from another one's checkpoint as before that, at first.

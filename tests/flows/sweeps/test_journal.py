@@ -1,6 +1,7 @@
 """The journal of a sweep, with crashes at every storage operation, and two writers."""
 
 import json
+import math
 import re
 import tracemalloc
 
@@ -18,6 +19,7 @@ from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.records import seal
 from prefect_torch.ckpt.storage.retry import RetryingStorage
 from prefect_torch.flows.sweeps.journal import journal as journals
+from prefect_torch.flows.sweeps.journal.history import RungReport, TrialRecord
 from prefect_torch.flows.sweeps.journal.journal import (
     Journal,
     JournalDamagedError,
@@ -292,3 +294,33 @@ def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):
     assert {**known, 1: whole[1]} == {**whole, 0: known[0]}
     assert (known[0].state, 1 in known) == ("running", False)
     assert re.match(r"2 of the journal's entries cannot be read, so .* the first: entry 2 of the journal .*000000002-", lost)
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("times", "kept"),
+    [
+        ([1, 2, 3], [1, 2, 3]),
+        ([1, 2, 3, 2], [1, 2]),
+        ([1, 2, NAN, 3, NAN, 2], [1, NAN, NAN, 2]),
+        ([1, 2, NAN, NAN], [1, 2, NAN, NAN]),
+        ([2, NAN, 1, 2, 0], [NAN, 0]),
+        ([NAN, NAN, 1], [NAN, NAN, 1]),
+    ],
+    ids=range(6),
+)
+def test_a_report_replaces_those_that_a_restart_has_taken_back_but_none_without_a_time(times, kept):
+    trial = TrialRecord(0, "sweep/trial-0000", {}, 0)
+    for time in times:
+        trial = trial.with_report(RungReport(time, 0.5))
+    assert repr([report.time for report in trial.reports]) == repr(kept)
+
+
+def test_a_report_is_compared_with_those_that_it_replaces_not_with_thousands(monkeypatch):
+    compared, is_repeated_by = [], RungReport.is_repeated_by
+    monkeypatch.setattr(RungReport, "is_repeated_by", lambda it, later: compared.append(it) or is_repeated_by(it, later))
+    trial = TrialRecord(0, "sweep/trial-0000", {}, 0, reports=tuple(RungReport(time, 0.5) for time in range(5000)))
+    assert len(trial.with_report(RungReport(5000, 0.5)).reports) == 5001
+    assert len(compared) == 1
