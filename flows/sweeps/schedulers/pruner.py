@@ -1,5 +1,7 @@
 """Any pruner of Optuna's: a trial that it would prune stops."""
 
+import math
+from itertools import takewhile
 from typing import ClassVar, Protocol
 
 from prefect_torch.flows.sweeps.journal.history import History, TrialRecord, TrialState
@@ -64,14 +66,24 @@ class PrunedTrials(ResumesAll):
         if trial.number in self._ended:
             return False
         prunes = False
-        for place, report in enumerate(trial.reports, 1):
-            step = place if self._counts_reports else report.time
-            # Else it has been trained again after a restart, or is NaN: an earlier start had a metric as time.
+        for step, value in self._new_reports(trial):
             if step >= self._following.get(trial.number, 0):
                 self._following[trial.number] = int(step) + 1
-                prunes = self._pruning.report(trial.number, int(step), report.value)
+                prunes = self._pruning.report(trial.number, int(step), value)
         # Not a failed one: Optuna would refuse its reports after a restart, and its pruners do not look for failed trials.
         if trial.state in ("completed", "stopped"):
             self._pruning.end(trial.number, trial.state)
             self._ended.add(trial.number)
         return prunes
+
+    def _new_reports(self, trial: TrialRecord) -> list[tuple[float, float]]:
+        """Return step and value of the reports that the pruner lacks: the last ones, so that it does not look at thousands.
+
+        The others have been trained again after a restart, or have no step: an earlier start had a metric as time.
+        """
+        following = self._following.get(trial.number, 0)
+        places = range(len(trial.reports), 0, -1)
+        steps = places if self._counts_reports else (report.time for report in reversed(trial.reports))
+        newest_first = zip(steps, (report.value for report in reversed(trial.reports)), strict=True)
+        new = list(takewhile(lambda it: math.isnan(it[0]) or it[0] >= following, newest_first))
+        return [it for it in reversed(new) if not math.isnan(it[0])]

@@ -346,6 +346,40 @@ def test_a_pruner_sees_no_report_of_an_earlier_start_without_a_time():
     assert seen == [(0, 3, 0.7)]
 
 
+@pytest.mark.parametrize("counts_reports", [False, True])
+def test_a_pruner_looks_at_new_reports_not_at_thousands_of_a_trial(counts_reports):
+    looked, seen = [], []
+
+    class Reports(tuple):
+        __slots__ = ()
+
+        def __getitem__(self, place):
+            looked.append(place)
+            return super().__getitem__(place)
+
+        def __iter__(self):
+            return (self[place] for place in range(len(self)))
+
+    class Pruning:
+        def report(self, number, step, value):
+            seen.append((number, step, value))
+            return False
+
+        def end(self, number, state):
+            raise AssertionError
+
+    reports = Reports(RungReport(time, 0.5) for time in range(1, 1002))
+    trials = {it: TrialRecord(it, f"run-{it}", {}, it, reports=Reports(reports[:1000])) for it in range(2)}
+    pruned = PrunedTrials(Pruning(), 1, counts_reports=counts_reports)
+    assert pruned.decide(trials, 0).state == "running"
+    assert seen == [(number, step, 0.5) for number in (1, 0) for step in range(1, 1001)]
+    looked.clear()
+    seen.clear()
+    assert pruned.decide({**trials, 0: replace(trials[0], reports=reports)}, 0).state == "running"
+    assert seen == [(0, 1001, 0.5)]
+    assert 0 < len(looked) < 10
+
+
 def best_of(trials) -> float:
     values = [one.value for trial in trials for one in trial.reports]
     return min((value for value in values if not math.isnan(value)), default=math.inf)
