@@ -57,4 +57,7 @@ def _remedy(flow_run: FlowRun) -> str:
     pool, queue = flow_run.work_pool_name, flow_run.work_queue_name
     if pool is None:
         return "start the process that serves the deployment"
-    return f"start a worker of work pool {pool!r}, or resume the pool or its queue {queue!r} if that is paused"
+    return (
+        f"start a worker of work pool {pool!r}, or resume the pool or its queue {queue!r} if that is paused, or wait if other "
+        "flow runs use up a limit"
+    )

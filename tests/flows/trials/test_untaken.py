@@ -21,7 +21,8 @@ def test_flow_runs_that_no_worker_takes_are_told_once_until_one_is_taken():
     assert [untaken.warning(waiting, now_s) for now_s in (10.0, 69.0)] == [None] * 2
     assert untaken.warning(waiting, 70.0) == (
         "no trial runs, and nothing has taken 2 flow runs, such as 'sweep/trial-0003-0123abcd', for a minute: start a worker "
-        "of work pool 'gpu', or resume the pool or its queue 'nightly' if that is paused"
+        "of work pool 'gpu', or resume the pool or its queue 'nightly' if that is paused, or wait if other flow "
+        "runs use up a limit"
     )
     assert untaken.warning(waiting, 700.0) is None
     assert untaken.warning([*waiting, flow_run(Pending())], 701.0) is None
