@@ -1,7 +1,9 @@
 """Population based training (M. Jaderberg et al., 2017): bad trials go on from good ones' checkpoints and changed configs."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Any, ClassVar
 
@@ -155,15 +157,17 @@ class PopulationBased(ResumesAll):
 
     def _value_in(self, trial: TrialRecord, interval: int) -> float | None:
         """Return the value of a trial at the end of that interval, or else of the newest one before it; None without one."""
-        reports = reversed(_compared_reports(trial))
-        return next((report.value for report in reports if self._interval_of(report.time) <= interval), None)
+        return next((it.value for it in _compared_reports(trial) if self._interval_of(it.time) <= interval), None)
 
 
-def _compared_reports(trial: TrialRecord) -> list[RungReport]:
-    """Return the reports of a trial's present run by which it is compared: not the one that completed it in mid-interval."""
+def _compared_reports(trial: TrialRecord) -> Iterator[RungReport]:
+    """Yield the reports of a trial's present run by which it is compared: not the one that completed it in mid-interval.
+
+    The newest first: hardly any comparison needs the others.
+    """
+    own = (report for report in reversed(trial.reports) if report.run == trial.run)
     is_ended_by_last = trial.state == "completed" and trial.milestone is None
-    reports = trial.own_reports[:-1] if is_ended_by_last else trial.own_reports
-    return [report for report in reports if not math.isnan(report.time)]
+    return (report for report in islice(own, int(is_ended_by_last), None) if not math.isnan(report.time))
 
 
 class RandomDraw:
