@@ -329,26 +329,31 @@ def test_halving_resumes_no_trial_whose_value_is_infinite():
     assert Asha(1, 3, 9, 4).lost(history) == {0, 1, 2, 3}
 
 
+class Pruning:
+    """Prunes nothing, and remembers what it is told."""
+
+    def __init__(self):
+        self.seen = []
+
+    def report(self, number, step, value):
+        self.seen.append((number, step, value))
+        return False
+
+    def end(self, number, state):
+        raise AssertionError
+
+
 def test_a_pruner_sees_no_report_of_an_earlier_start_without_a_time():
-    seen = []
-
-    class Pruning:
-        def report(self, number, step, value):
-            seen.append((number, step, value))
-            return False
-
-        def end(self, number, state):
-            raise AssertionError
-
+    pruning = Pruning()
     reports = (RungReport(math.nan, 0.5), RungReport(3, 0.7))
     trial = TrialRecord(0, "run-0", {}, 0, reports=reports)
-    assert PrunedTrials(Pruning(), 1, counts_reports=False).decide({0: trial}, 0).state == "running"
-    assert seen == [(0, 3, 0.7)]
+    assert PrunedTrials(pruning, 1, counts_reports=False).decide({0: trial}, 0).state == "running"
+    assert pruning.seen == [(0, 3, 0.7)]
 
 
 @pytest.mark.parametrize("counts_reports", [False, True])
 def test_a_pruner_looks_at_new_reports_not_at_thousands_of_a_trial(counts_reports):
-    looked, seen = [], []
+    looked, pruning = [], Pruning()
 
     class Reports(tuple):
         __slots__ = ()
@@ -360,23 +365,15 @@ def test_a_pruner_looks_at_new_reports_not_at_thousands_of_a_trial(counts_report
         def __iter__(self):
             return (self[place] for place in range(len(self)))
 
-    class Pruning:
-        def report(self, number, step, value):
-            seen.append((number, step, value))
-            return False
-
-        def end(self, number, state):
-            raise AssertionError
-
     reports = Reports(RungReport(time, 0.5) for time in range(1, 1002))
     trials = {it: TrialRecord(it, f"run-{it}", {}, it, reports=Reports(reports[:1000])) for it in range(2)}
-    pruned = PrunedTrials(Pruning(), 1, counts_reports=counts_reports)
+    pruned = PrunedTrials(pruning, 1, counts_reports=counts_reports)
     assert pruned.decide(trials, 0).state == "running"
-    assert seen == [(number, step, 0.5) for number in (1, 0) for step in range(1, 1001)]
+    assert pruning.seen == [(number, step, 0.5) for number in (1, 0) for step in range(1, 1001)]
     looked.clear()
-    seen.clear()
+    pruning.seen.clear()
     assert pruned.decide({**trials, 0: replace(trials[0], reports=reports)}, 0).state == "running"
-    assert seen == [(0, 1001, 0.5)]
+    assert pruning.seen == [(0, 1001, 0.5)]
     assert 0 < len(looked) < 10
 
 
