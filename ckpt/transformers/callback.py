@@ -2,6 +2,7 @@
 
 import warnings
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
@@ -107,8 +108,8 @@ class ReportCallback(TrainerCallback):
         folder = resumed_from()
         if folder is None or not self.is_prepared:
             check_place(args, state, train_dataloader)
-        if folder is not None and AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
-            load_renamed_weights(model, folder)
+        if folder is not None:
+            _load_renamed_weights(model, folder)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested.
@@ -163,6 +164,18 @@ class ReportCallback(TrainerCallback):
             report(_metrics_of_step(state), part, step=state.global_step, progress=progress, upload=self._upload)
         self._folders.rotate()
 
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - Transformers' signature
+        model: object = None,
+        **_: Any,
+    ) -> None:
+        """Load those weights of the best model that the Trainer, which has loaded it by now, has left as of the last step."""
+        if self._context is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            _load_renamed_weights(model, Path(state.best_model_checkpoint))
+
     def _log_what_is_saved(self, args: TrainingArguments, control: TrainerControl) -> None:
         if self._context is None or args.logging_strategy == "no":
             return
@@ -195,6 +208,11 @@ def prepare_trainer(trainer: AnyTrainer) -> AnyTrainer:
         if isinstance(callback, ReportCallback):
             callback.is_prepared = True
     return trainer
+
+
+def _load_renamed_weights(model: object, folder: Path) -> None:
+    if AcceleratorState().distributed_type not in _LOAD_BY_THEMSELVES:
+        load_renamed_weights(model, folder)
 
 
 def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:

@@ -224,8 +224,8 @@ def load_renamed_weights(model: object, folder: Path) -> None:
 
     `save_pretrained` renames them for older versions, and `from_pretrained` translates them back.
     `Trainer.train(resume_from_checkpoint=)` does not: it warns, and continues with those weights as they were initialised
-    (https://github.com/huggingface/transformers/issues/43701). Costs the model once more in memory, and nothing where all
-    names are the same.
+    (https://github.com/huggingface/transformers/issues/43701). Nor does `load_best_model_at_end`, which keeps those of the last
+    step. Costs the model once more in memory, and nothing where all names are the same.
     """
     if not isinstance(model, PreTrainedModel):
         return

@@ -498,6 +498,22 @@ def test_weights_that_are_stored_under_other_names_are_loaded_from_several_files
     assert torch.equal(weights(model), weights(other))
 
 
+def test_the_best_model_is_loaded_at_the_end_with_the_weights_that_are_stored_under_other_names(store, tmp_path):
+    scores = iter(range(9, 0, -1))
+    trainer = fit(
+        Attempt(store),
+        tmp_path / "output",
+        trainer_options={"compute_metrics": lambda _: {"score": next(scores)}},
+        save_steps=2,
+        eval_steps=2,
+        metric_for_best_model="score",
+        load_best_model_at_end=True,
+    )
+    best = tmp_path / "output/checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert torch.equal(weights(trainer.model), weights(ViTForImageClassification.from_pretrained(best)))
+
+
 def test_weights_that_are_stored_once_for_two_names_are_left_to_the_trainer(tmp_path):
     size = {"n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 8, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**size))
