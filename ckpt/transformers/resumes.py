@@ -153,6 +153,23 @@ class ResumeCorrections(TrainerCallback):
                 restore_counts(self._handler.callbacks, state)
             add_new_callbacks(self._handler.callbacks, state)
 
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - Transformers' signature
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - Transformers' signature
+        train_dataloader: object = None,
+        **_: Any,
+    ) -> None:
+        """Give a batch sampler its epoch, as that of `batch_rebalance`, from which it derives its order.
+
+        On several ranks Accelerate wraps it, and once more to skip the batches that were taken before: the Trainer, which looks
+        below one wrapper only, would continue in the order of epoch 0.
+        """
+        sampler: Any = getattr(getattr(train_dataloader, "batch_sampler", None), "batch_sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(math.floor(state.epoch))
+
 
 def check_place(args: TrainingArguments, state: TrainerState, dataloader: object) -> None:
     """Raise if a Trainer that `prepare_trainer` has not corrected continues elsewhere in its data than `state` was saved.

@@ -29,7 +29,8 @@ def load_data(first, last):
     digits = load_digits()
     images = torch.tensor(digits.images[first:last], dtype=torch.float32).unsqueeze(1) / 16
     return [
-        {"pixel_values": image, "labels": int(label)} for image, label in zip(images, digits.target[first:last], strict=True)
+        {"pixel_values": image, "labels": int(label), "input_ids": [0] * (int(label) + 1)}  # of a length, which no model reads
+        for image, label in zip(images, digits.target[first:last], strict=True)
     ]
 
 
@@ -116,7 +117,20 @@ def main(job, *place):
     if job == "shared by machines":
         train_in_a_shared_directory(*place)
         return
-    (train_on_machines if job.endswith("on machines") else train)(job, *place)
+    ways = {"on machines": train_on_machines, "rebalanced": train_rebalanced}
+    next((way for end, way in ways.items() if job.endswith(end)), train)(job, *place)
+
+
+def train_rebalanced(job, *place):
+    """Train on this rank with samples shared out by their length: "whole", "killed" before its step 8, or "resumed"."""
+    with joined(*place) as session:
+        root = Path(session.run.storage.url)
+        trainer = make_trainer(root / "output", 2, train_sampling_strategy="batch_rebalance")
+        if job.startswith("killed"):
+            trainer.add_callback(Before(7, kill))
+        with resume_path() as path:
+            prepare_trainer(trainer).train(resume_from_checkpoint=path)
+        torch.save(weights(trainer.model), root / f"weights-{session.context.world_rank}.pt")
 
 
 def train(job, *place):

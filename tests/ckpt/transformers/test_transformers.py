@@ -73,6 +73,17 @@ def test_two_killed_ranks_continue_to_the_very_weights_of_an_undisturbed_trainin
     assert [(manifest.attempt, manifest.step) for manifest in manifests] == [(1, 3), (1, 6), (2, 9), (2, 12)]
 
 
+def test_two_killed_ranks_continue_in_the_order_of_their_epoch_with_balanced_batches(tmp_path):
+    ends = []
+    for name, jobs in [("whole", ["whole"]), ("resumed", ["killed", "resumed"])]:
+        (root := tmp_path / name).mkdir()
+        for job in jobs:
+            assert launch("transformers_models", (f"{job} rebalanced",), 2, root) == [-9 if job == "killed" else 0] * 2
+        ends.append(torch.load(root / "weights-0.pt"))
+    assert [(it.attempt, it.step) for it in CheckpointStore.open(root, "run").list()] == [(1, 3), (1, 6), (2, 9), (2, 12)]
+    assert torch.equal(*ends)
+
+
 def test_each_rank_brings_what_it_owns_with_safetensors(trained):
     for root in trained:
         for manifest in CheckpointStore.open(root, "run").list():
