@@ -114,13 +114,14 @@ class ReportCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the Trainer save if a checkpoint is requested, and stop, without an evaluation, if termination is requested.
 
-        A save at the last step of an epoch waits for the evaluation at its end: a resume from before it would skip that.
+        A save at the last step of an epoch waits for the evaluation at its end: a resume from before it would skip that, and
+        the last checkpoint of a training that ends within an epoch would lack its metrics.
         """
         if self._context is not None and not control.should_training_stop and self._context.should_checkpoint():
             control.should_training_stop = self._ends = self._context.ends_soon()
             control.should_evaluate = control.should_evaluate and not self._ends
-            control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state)
-        if self._context is not None and control.should_save and not self._ends and _epoch_end_evaluates(args, state):
+            control.should_save = control.should_save or self._ends or not _epoch_end_saves(args, state, control)
+        if self._context is not None and control.should_save and not self._ends and _epoch_end_evaluates(args, state, control):
             control.should_save, self._saves_after_evaluation = False, True
         self._log_what_is_saved(args, control)
 
@@ -215,17 +216,19 @@ def _load_renamed_weights(model: object, folder: Path) -> None:
         load_renamed_weights(model, folder)
 
 
-def _epoch_end_saves(args: TrainingArguments, state: TrainerState) -> bool:
+def _epoch_end_saves(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> bool:
     # That save follows the evaluation, if there is one, and has its metrics; a step is reported once.
-    return args.save_strategy == "epoch" and _ends_epoch(state)
+    return args.save_strategy == "epoch" and _ends_epoch(state, control)
 
 
-def _epoch_end_evaluates(args: TrainingArguments, state: TrainerState) -> bool:
-    return args.eval_strategy == "epoch" and _ends_epoch(state)
+def _epoch_end_evaluates(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> bool:
+    return args.eval_strategy == "epoch" and _ends_epoch(state, control)
 
 
-def _ends_epoch(state: TrainerState) -> bool:
-    return state.epoch is not None and state.epoch.is_integer()
+def _ends_epoch(state: TrainerState, control: TrainerControl) -> bool:
+    # Also within its data: at the last step of a training, or where a callback ends the epoch.
+    is_complete = state.epoch is not None and state.epoch.is_integer()
+    return is_complete or control.should_training_stop or control.should_epoch_stop
 
 
 def _metrics_of_step(state: TrainerState) -> dict[str, Any]:

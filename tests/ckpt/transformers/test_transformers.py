@@ -17,7 +17,7 @@ from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, res
 from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder
 from prefect_torch.ckpt.transformers.resumes import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, ViTForImageClassification
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -405,8 +405,18 @@ def test_a_save_at_the_last_step_of_an_epoch_waits_for_the_evaluation_that_a_res
     arguments = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "max_steps": 10}
     trainer = fit(Attempt(store), tmp_path / "output", **arguments)
     assert [manifest.step for manifest in store.list()] == [2, 4, 6, 8, 10]
-    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [4, 8]
+    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [4, 8, 10]
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 8, 10]
+
+
+class EndsEpoch(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 2
+
+
+def test_a_save_waits_for_the_evaluation_of_an_epoch_that_a_callback_ends(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", EndsEpoch(), eval_strategy="epoch", num_train_epochs=2, save_steps=2)
+    assert [manifest.step for manifest in store.list() if "eval_loss" in manifest.metrics] == [2, 6]
 
 
 def test_a_pace_asks_for_checkpoints_and_stops_nothing(store, tmp_path):
