@@ -13,7 +13,15 @@ from typing import Any
 from prefect_torch.ckpt.framework_folders import CHECKPOINT_NAME, restored_part
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint
 from safetensors import safe_open
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
@@ -94,6 +102,11 @@ class Place:
         left = math.ceil((max_steps - state.global_step + taken) / steps_per_epoch) if max_steps > state.global_step else 0
         return cls(epoch, taken, begins_again, epoch + left, max_steps)
 
+    @classmethod
+    def at_end(cls, num_epochs: int, max_steps: int) -> "Place":
+        """Return where no epoch is left: a Trainer asks only after a step whether it has to stop."""
+        return cls(num_epochs, 0, begins_again=False, num_epochs=num_epochs, max_steps=max_steps)
+
 
 class _StepsPerEpoch(int):
     """The number by which the Trainer divides its step, to find the epoch (`//`) and the steps of it that were taken (`%`)."""
@@ -121,14 +134,19 @@ class ResumeCorrections(TrainerCallback):
         self, compute: Callable[..., tuple[Any, ...]], args: TrainingArguments, dataloader: object, *others: object
     ) -> tuple[Any, ...]:
         num_epochs, steps_per_epoch, *between, max_steps = compute(args, dataloader, *others)
-        self._place = None
-        if (folder := resumed_from()) is not None and has_length(dataloader):
+        self._place = place = None
+        if (folder := resumed_from()) is not None:
             state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-            self._place = place = Place.after(state, args, steps_per_epoch, has_as_many_ranks=_has_as_many_ranks(args))
+            if has_length(dataloader):
+                has_as_many_ranks = _has_as_many_ranks(args)
+                self._place = place = Place.after(state, args, steps_per_epoch, has_as_many_ranks=has_as_many_ranks)
             if place is not None:
-                if args.process_index == 0:
-                    _warn_of_another_course(place, state, steps_per_epoch)
                 num_epochs, max_steps = place.num_epochs, place.max_steps
+            if state.global_step >= max_steps or (continues_own_run() and has_stopped(self._handler.callbacks, state)):
+                place = Place.at_end(num_epochs, max_steps)
+            elif place is not None and args.process_index == 0:
+                _warn_of_another_course(place, state, steps_per_epoch)
+            if place is not None:
                 steps_per_epoch = _StepsPerEpoch(steps_per_epoch)
                 steps_per_epoch.place = place
         return num_epochs, steps_per_epoch, *between, max_steps
@@ -194,8 +212,8 @@ def _has_as_many_ranks(args: TrainingArguments) -> bool:
 
 
 def _warn_of_another_course(place: Place, state: TrainerState, steps_per_epoch: int) -> None:
-    """Warn unless the training continues as it would have without the interruption, or is complete."""
-    if place.max_steps <= state.global_step or (not place.begins_again and place.max_steps == state.max_steps):
+    """Warn unless the training continues as it would have without the interruption."""
+    if not place.begins_again and place.max_steps == state.max_steps:
         return
     continues = f"begins epoch {place.epoch} again" if place.begins_again else f"continues in epoch {place.epoch}"
     warnings.warn(
@@ -211,13 +229,28 @@ def restore_counts(callbacks: Iterable[TrainerCallback], state: TrainerState) ->
 
     Their own arguments stay: the Trainer's `restore_callback_states_from_checkpoint` would make new ones with those of then.
     """
+    for callback, counted in _counted(callbacks, state):
+        for attribute, value in counted.items():
+            setattr(callback, attribute, value)
+
+
+def has_stopped(callbacks: Iterable[TrainerCallback], state: TrainerState) -> bool:
+    """Return whether an EarlyStoppingCallback had stopped the training, by its patience of now, when `state` was saved."""
+    return any(
+        counted.get("early_stopping_patience_counter", 0) >= max(1, callback.early_stopping_patience)
+        for callback, counted in _counted(callbacks, state)
+        if isinstance(callback, EarlyStoppingCallback)
+    )
+
+
+def _counted(callbacks: Iterable[TrainerCallback], state: TrainerState) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the `callbacks` with what each had counted when `state` was saved."""
     all_stored: Any = state.stateful_callbacks  # a dict, once it is loaded
     for name, of_name in _by_name(callbacks).items():
         stored = all_stored.get(name, [])
         newest = (stored if isinstance(stored, list) else [stored])[-len(of_name) :]  # the Trainer appends at each save
         for callback, saved in zip(of_name, newest, strict=False):
-            for attribute, value in saved.get("attributes", {}).items():
-                setattr(callback, attribute, value)
+            yield callback, saved.get("attributes", {})
 
 
 def add_new_callbacks(callbacks: Iterable[TrainerCallback], state: TrainerState) -> None:

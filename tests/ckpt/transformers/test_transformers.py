@@ -17,6 +17,7 @@ from prefect_torch.ckpt.transformers import ReportCallback, prepare_trainer, res
 from prefect_torch.ckpt.transformers.callback import _warn_of_shared_folder
 from prefect_torch.ckpt.transformers.resumes import load_renamed_weights
 from ranks import Attempt, as_rank, folder, in_training, read_files
+from torch.utils.data import IterableDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, ViTForImageClassification
 from transformers_models import Before, make_model, make_trainer
 
@@ -188,6 +189,58 @@ def test_a_resumed_training_with_early_stopping_stops_where_an_undisturbed_one_d
         fit_with_patience(Attempt(store), before=Before(5, end))
     assert store.latest().step == 4
     assert fit_with_patience(Attempt(store)) == 6
+
+
+def fit_patiently(attempt, output_dir, patience=2):
+    """Train with EarlyStoppingCallback, to which no evaluation is better than the first."""
+    steps = {"save_steps": 2, "eval_steps": 2, "metric_for_best_model": "loss"}
+    return fit(attempt, output_dir, EarlyStoppingCallback(patience, early_stopping_threshold=100), **steps)
+
+
+def test_what_early_stopping_has_ended_is_trained_on_only_with_more_patience(store, tmp_path):
+    first, again = (fit_patiently(Attempt(store), tmp_path / "output") for _ in range(2))
+    assert first.state.global_step == again.state.global_step == 6
+    assert torch.equal(weights(first.model), weights(again.model))
+    assert {manifest.attempt for manifest in store.list()} == {1}
+    assert fit_patiently(Attempt(store), tmp_path / "output", patience=3).state.global_step == 8
+
+
+def test_what_early_stopping_has_ended_in_another_run_is_trained_on(store, tmp_path):
+    fit_patiently(Attempt(store), tmp_path / "output")
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    assert fit_patiently(attempt, tmp_path / "output").state.global_step == 10
+
+
+class Streamed(IterableDataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+@pytest.mark.parametrize(
+    ("data", "length"), [(list, {"max_steps": 6}), (list, {"num_train_epochs": 1.5}), (Streamed, {"max_steps": 6})]
+)
+def test_what_has_ended_within_an_epoch_is_not_trained_on_after_a_restart(store, tmp_path, data, length):
+    for _ in range(2):
+        trainer = make_trainer(tmp_path / "output", **length)
+        trainer.train_dataset = data(trainer.train_dataset)
+        with in_training(Attempt(store).session()), resume_path() as path:
+            prepare_trainer(trainer).train(resume_from_checkpoint=path)
+        assert trainer.state.global_step == 6
+    assert {manifest.attempt for manifest in store.list()} == {1}
+
+
+def test_a_trainer_that_begins_anew_from_the_end_of_another_run_is_trained(store, tmp_path):
+    fit(Attempt(store), tmp_path / "output", max_steps=6)
+    attempt = Attempt(CheckpointStore.open(tmp_path / "elsewhere", "run"))
+    attempt.restored = store.checkpoint(store.latest())
+    trainer = make_trainer(tmp_path / "output", max_steps=6)
+    with in_training(attempt.session()), resume_path():
+        prepare_trainer(trainer).train()
+    assert trainer.state.global_step == attempt.store.latest().step == 6
 
 
 class Impatient(EarlyStoppingCallback):
