@@ -20,7 +20,15 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, grace_s, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
-from .moments import call_after_each_batch, check_moments, crosses_multiple, is_accumulating, precedes_validation
+from .moments import (
+    before_validation,
+    call_after_each_batch,
+    check_moments,
+    crosses_multiple,
+    is_accumulating,
+    may_end_validation,
+    precedes_validation,
+)
 from .random_states import read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import (
@@ -72,9 +80,10 @@ class ReportCallback(CheckpointCallback):
     and rejects `enable_checkpointing=False`.
 
     After each batch it calls `get_context().should_checkpoint()`, which takes a fraction of a millisecond at most, and reports
-    if that is true. When termination of the training is requested, it then stops the Trainer. A report within an epoch resumes
-    there, but a dataloader starts over unless it has a `state_dict`: Lightning's rule. With `accumulate_grad_batches`, reports
-    wait for the optimizer step, since no checkpoint holds the gradients; at most a quarter of the grace in a termination.
+    if that is true. When termination of the training is requested, it then stops the Trainer, and breaks off a validation that
+    is on its way, as if it had ended before. A report within an epoch resumes there, but a dataloader starts over unless it has
+    a `state_dict`: Lightning's rule. With `accumulate_grad_batches`, reports wait for the optimizer step, since no checkpoint
+    holds the gradients; at most a quarter of the grace in a termination.
 
     There is no CheckpointIO: Lightning calls one on rank 0 alone, and without metrics, while every rank must report.
 
@@ -122,6 +131,7 @@ class ReportCallback(CheckpointCallback):
         self._is_terminating = False
         self._requested_at_s: float | None = None  # by a request of termination that awaits an optimizer step
         self._is_due = False
+        self._metrics_before: dict[str, Any] | None = None  # those before a validation that was broken off
         self._has_begun = False
         self._random_state: dict[str, Any] | None = None
         self._resets_epoch = False
@@ -154,7 +164,7 @@ class ReportCallback(CheckpointCallback):
             )
         self._context = context_or_none()
         self._is_terminating = False
-        self._requested_at_s = None
+        self._requested_at_s = self._metrics_before = None
         if self._context is None:
             rank_zero_warn("ReportCallback reports nothing: this is no training function of prefect_torch.flows.train()")
             return
@@ -166,7 +176,7 @@ class ReportCallback(CheckpointCallback):
             )
         self._sigterm = SigtermAction()
         convert_before_load(trainer, pl_module)
-        call_after_each_batch(trainer, partial(_report_after_batch, trainer))
+        call_after_each_batch(trainer, partial(_report_after_batch, trainer), partial(_ends_validation, trainer))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Restore the random state of the checkpoint that the Trainer has loaded, if an epoch ended there."""
@@ -260,6 +270,17 @@ class ReportCallback(CheckpointCallback):
         if self._is_terminating or not precedes_validation(trainer):
             self._report_within_epoch(trainer)
 
+    def _ends_validation(self, trainer: Trainer) -> bool:
+        """Return whether to break a validation off, which may outlast the grace, since termination is requested."""
+        if self._context is None or self._is_terminating or not self._context.should_checkpoint():
+            return False
+        self._is_due = True
+        if self._context.ends_soon():
+            self._is_terminating = True
+            self._metrics_before = dict(trainer.callback_metrics)
+            stop_early(trainer)
+        return self._is_terminating
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
         """Report if it was an n-th epoch, or a report is due since its last batch or the validation after that."""
         if self._is_due or self._is_nth_epoch(trainer):
@@ -274,8 +295,16 @@ class ReportCallback(CheckpointCallback):
             end_with_averages(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002 - Lightning's signature
-        """Report in a training, if `on_validation_end` was chosen or a report is due since the batch before this validation."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+        """Report in a training, if `on_validation_end` was chosen or a report is due since the batch before this validation.
+
+        If it was broken off, report what the training had before it: half a validation has no metrics.
+        """
+        if self._metrics_before is not None:
+            before, self._metrics_before = self._metrics_before, None
+            with before_validation(trainer):
+                self._report(trainer, before, within_epoch=True)
+            trainer.callback_metrics.update(before)
+        elif trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._is_due = self._is_due or self._on_validation_end
             self._report_within_epoch(trainer)
 
@@ -310,7 +339,7 @@ class ReportCallback(CheckpointCallback):
             return None
         return read_random_state(Path(str(trainer.ckpt_path)).parent, self._context.world_rank)
 
-    def _report(self, trainer: Trainer, *, within_epoch: bool = False) -> None:
+    def _report(self, trainer: Trainer, logged: Mapping[str, Any] | None = None, *, within_epoch: bool = False) -> None:
         self._is_due = False
         step = trainer.global_step
         if self._context is None:
@@ -320,7 +349,8 @@ class ReportCallback(CheckpointCallback):
                 rank_zero_warn(_NO_STEPS)
             return
         self.reported_step = step
-        metrics = {**_numbers(trainer.callback_metrics), "epoch": trainer.current_epoch, "step": step}
+        logged = trainer.callback_metrics if logged is None else logged
+        metrics = {**_numbers(logged), "epoch": trainer.current_epoch, "step": step}
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
             report(metrics, step=step)
             return
@@ -353,6 +383,13 @@ def resume_path() -> Iterator[str | None]:
 def _report_after_batch(trainer: Trainer) -> None:
     for callback in _report_callbacks(trainer):
         callback._report_after_batch(trainer)  # noqa: SLF001 - of this module
+
+
+def _ends_validation(trainer: Trainer) -> bool:
+    if not may_end_validation(trainer):
+        return False
+    answers = [callback._ends_validation(trainer) for callback in _report_callbacks(trainer)]  # noqa: SLF001 - of this module
+    return any(answers)
 
 
 def _reported_steps(trainer: Trainer) -> set[int]:

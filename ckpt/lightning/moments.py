@@ -1,8 +1,11 @@
-"""Moments of a Lightning training at which to report, by public counts of the Trainer."""
+"""Moments of a Lightning training at which to report, or to end a validation, by counts of the Trainer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DistributedSampler
 
 
 def check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, on_validation_end: bool) -> None:
@@ -19,21 +22,57 @@ def check_moments(every_n_epochs: int | None, every_n_train_steps: int | None, o
         )
 
 
-def call_after_each_batch(trainer: Trainer, action: Callable[[], None]) -> None:
+def call_after_each_batch(trainer: Trainer, action: Callable[[], None], ends_validation: Callable[[], bool]) -> None:
     """Call `action` when a training batch has ended, in the module too; in place of the action of an earlier call.
 
     A resume continues with the next batch. The module's `on_train_batch_end`, which may average weights, follows those of all
     callbacks, and would be left out if one of these reported.
+
+    After a batch of a training's validation it calls `ends_validation`, and leaves the other batches out if that returns True.
+    The hooks at the validation's end, which bring averaged weights back, are then called as in a sanity check, from which
+    other callbacks and loggers take no metrics.
     """
     connector = trainer._logger_connector  # noqa: SLF001 - what it does then comes next; no hook of callbacks does
     end_batch = type(connector).on_batch_end
 
     def on_batch_end() -> None:
-        if trainer.training:  # it is called in a validation, too
+        if trainer.training:
             action()
         end_batch(connector)
+        if trainer.validating and trainer.state.fn == TrainerFn.FITTING and ends_validation():
+            trainer.sanity_checking = True
+            raise StopIteration  # as from a dataloader
 
     connector.on_batch_end = on_batch_end  # type: ignore[method-assign]
+
+
+def may_end_validation(trainer: Trainer) -> bool:
+    """Return whether all ranks are at one batch of a validation, not the last, and each of its dataloaders has had one.
+
+    Without a DistributedSampler, ranks may have other numbers of batches.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loaders = loop._combined_loader.flattened  # type: ignore[union-attr]  # noqa: SLF001 - no public name has them all
+    samplers = [getattr(loader, "sampler", None) for loader in loaders]
+    if trainer.world_size > 1 and not all(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        return False
+    is_in_last = loop._results.dataloader_idx in (None, len(loaders) - 1)  # noqa: SLF001 - hooks alone are given it
+    return is_in_last and not loop.batch_progress.is_last_batch
+
+
+@contextmanager
+def before_validation(trainer: Trainer) -> Iterator[None]:
+    """Have the Trainer store its counts as of the batch before its validation, of which a resume leaves the rest out.
+
+    By those of a validation's end, a resume at an epoch's last batch would end that epoch: EarlyStopping would count the
+    metrics of an earlier validation, or raise that there are none.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for counts in (progress.total, progress.current):
+        counts.completed -= 1
+    yield
+    for counts in (progress.total, progress.current):
+        counts.completed += 1
 
 
 def crosses_multiple(before: int, now: int, number: int | None) -> bool:

@@ -41,7 +41,7 @@ class ReportCallback(TrainerCallback):
     `resume_from_checkpoint=` from `resume_path` to continue. One step is reported once.
 
     After each step it calls `get_context().should_checkpoint()`, and lets the Trainer save if that is true. When termination
-    of the training is requested, it then stops the Trainer.
+    of the training is requested, it then stops the Trainer. Within an evaluation it does not ask.
 
     Outside of a training function it warns, once per training, and does nothing, so that the same script runs on its own.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning_models import Regression, make_trainer
 from prefect_torch.ckpt.lightning import (
     PrefectDDPStrategy,
@@ -30,14 +31,28 @@ class Sharded(Scheduled):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
-def fit(strategy, model, epochs):
+class Validations(Callback):
+    """Counts the batches of validations; if `is_told`, the training is about to be ended from the first one on."""
+
+    def __init__(self, is_told):
+        self.is_told = is_told
+        self.num_batches = 0
+
+    def on_validation_batch_start(self, trainer, *_):
+        self.num_batches += trainer.validating
+
+    def is_terminating(self):
+        return self.is_told and self.num_batches > 0
+
+
+def fit(strategy, model, epochs, callback):
     trainer = prepare_trainer(
         make_trainer(
             max_epochs=epochs,
             devices="auto",
             strategy=strategy,
             plugins=[PrefectEnvironment()],
-            callbacks=[ReportCallback()],
+            callbacks=[callback, ReportCallback()],
             logger=ReportLogger(),
             log_every_n_steps=1,
         )
@@ -47,14 +62,17 @@ def fit(strategy, model, epochs):
     return trainer
 
 
-def main(kind, epochs, *place):
-    with joined(*place) as session:
+def main(kind, epochs, ends, *place):
+    """Train for `epochs`, or until the first batch of a validation."""
+    validations = Validations(is_told=ends == "in a validation")
+    with joined(*place, is_terminating=validations.is_terminating) as session:
         if kind == "ddp":
             strategy, model = PrefectDDPStrategy(), Scheduled(dropout=0.5)
         else:
             strategy, model = PrefectModelParallelStrategy(), Sharded(dropout=0.5)
-        trainer = fit(strategy, model, int(epochs))
+        trainer = fit(strategy, model, int(epochs), validations)
         assert trainer.world_size == 2
+        assert (validations.num_batches == 1) == validations.is_told
         weights = [it.full_tensor() if isinstance(it, DTensor) else it for it in map(torch.Tensor.detach, model.parameters())]
         if session.context.world_rank == 0:
             torch.save(weights, Path(session.run.storage.url, f"weights-{kind}-{session.context.attempt}.pt"))

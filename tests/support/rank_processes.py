@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from forked_programs import Popen
 from prefect_torch.ckpt import CheckpointStore, TrainContext
+from prefect_torch.ckpt.context import never
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
@@ -41,11 +42,11 @@ def launch(script, arguments, world_size, root):
 
 
 @contextmanager
-def joined(rank, world_size, root, attempt, key_value_port, group_port):
+def joined(rank, world_size, root, attempt, key_value_port, group_port, is_terminating=never):
     """Be the rank that `launch` started with these words, inside a training; yield its session."""
     with process_group(rank, world_size, group_port):
         key_value = connect(Address("127.0.0.1", int(key_value_port)))
-        with training(CheckpointStore.open(root, RUN), int(attempt), key_value) as session:
+        with training(CheckpointStore.open(root, RUN), int(attempt), key_value, is_terminating) as session:
             yield session
 
 
@@ -63,12 +64,12 @@ def process_group(rank, world_size, port):
 
 
 @contextmanager
-def training(store, attempt, key_value):
+def training(store, attempt, key_value, is_terminating=never):
     """Be a rank of attempt `attempt`, that goes on from the latest checkpoint; yield its session."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     manifest = choose_checkpoint(store, lineage=1, verify="digest")
     restored = None if manifest is None else store.checkpoint(manifest)
     context = TrainContext(rank, rank, 0, world_size, world_size, store.run, attempt)
-    with in_training(Session(context, store, key_value, restored=restored)) as session:
+    with in_training(Session(context, store, key_value, restored=restored, is_terminating=is_terminating)) as session:
         yield session
     dist.barrier()

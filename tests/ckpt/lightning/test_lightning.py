@@ -348,6 +348,101 @@ def test_a_training_about_to_be_ended_checkpoints_stops_and_continues(store):
     assert committed(store)[-1] == (4 * BATCHES, 3)
 
 
+class GoingOn(Regression):
+    def train_dataloader(self):
+        return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
+
+
+class Validated(GoingOn):
+    """Tells of its first batch of the validation after step `at_step`."""
+
+    def __init__(self, at_step=None, tell=None, num_loaders=1):
+        super().__init__()
+        self.at_step, self.tell, self.num_loaders = at_step, tell, num_loaders
+        self.validated = []
+
+    def val_dataloader(self):
+        loaders = [self.loader(1) for _ in range(self.num_loaders)]
+        return loaders if self.num_loaders > 1 else loaders[0]
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+        if not self.trainer.sanity_checking:
+            self.validated.append((self.global_step, dataloader_idx, batch_idx))
+            if self.global_step == self.at_step:
+                self.tell()
+
+
+def fit_validated(attempt, other_callbacks=(), at_step=None, **arguments):
+    """Train, about to be ended in the validation after step `at_step`; return the module and EarlyStopping."""
+
+    def tell():
+        attempt.ends_soon = True
+
+    stopping = EarlyStopping("val_loss", patience=99, min_delta=100)
+    trainer = make_trainer(callbacks=[*other_callbacks, stopping, ReportCallback()], max_epochs=3, **arguments)
+    with in_training(attempt.session()), resume_path() as path:
+        trainer.fit(model := Validated(at_step, tell), ckpt_path=path)
+    return model, stopping
+
+
+def ema():
+    return [callbacks.EMAWeightAveraging(decay=0.5)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+@pytest.mark.parametrize("others", [list, ema])
+@pytest.mark.parametrize(
+    ("at_step", "validations"),
+    [(BATCHES, {}), (2 * BATCHES, {}), (2, {"val_check_interval": 2}), (6, {"val_check_interval": 2})],
+)
+def test_a_training_about_to_be_ended_breaks_its_validation_off_and_continues_after_it(
+    store, tmp_path, at_step, validations, others
+):
+    other = Attempt(CheckpointStore.open(tmp_path / "other", "run"))
+    undisturbed, stopping = fit_validated(other, others(), **validations)
+    told, _ = fit_validated(Attempt(store), others(), at_step, **validations)
+    assert [of_step for of_step in told.validated if of_step[0] == at_step] == [(at_step, 0, 0)]
+    assert committed(store)[-1] == (at_step, (at_step - 1) // BATCHES)
+    resumed, stopping_again = fit_validated(Attempt(store), others(), **validations)
+    assert resumed.validated == [of_step for of_step in undisturbed.validated if of_step[0] > at_step]
+    assert stopping_again.wait_count == stopping.wait_count - 1
+    assert torch.equal(weights(resumed), weights(undisturbed))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_a_validation_that_was_broken_off_has_no_metrics(store):
+    class Seeing(callbacks.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            seen.append(trainer.callback_metrics["val_loss"].item())
+
+    seen = []
+    fit_validated(Attempt(store), [Seeing()], 2 * BATCHES)
+    before, broken_off = (manifest.metrics for manifest in store.list())
+    assert broken_off["val_loss"] == before["val_loss"] == seen[0] == seen[1]
+    assert broken_off["train/loss"] != before["train/loss"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_a_validation_that_is_complete_is_not_broken_off(store):
+    with pytest.raises(SystemExit):  # in the report after the next batch: the last checkpoint is stored
+        fit_validated(Attempt(store), at_step=BATCHES, limit_val_batches=1)
+    assert committed(store) == [(BATCHES, 0)]
+    assert "val_loss" in store.latest().metrics
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
+def test_a_validation_is_broken_off_once_each_of_its_dataloaders_has_had_a_batch(store):
+    attempt = Attempt(store)
+
+    def end_soon():
+        attempt.ends_soon = True
+
+    model, _ = fit(attempt, model=Validated(BATCHES, end_soon, num_loaders=2))
+    assert model.validated == [*((BATCHES, 0, number) for number in range(BATCHES)), (BATCHES, 1, 0)]
+    assert committed(store) == [(BATCHES, 0)]
+
+
 def test_after_fit_the_context_says_whether_the_training_was_to_end(store):
     attempt = Attempt(store)
 
@@ -420,11 +515,6 @@ def test_with_max_steps_a_loader_with_a_position_begins_the_next_epoch_after_an_
     resumed = model(is_stateful=True)
     resume(store if resume is fit_on_another_number else Attempt(store), None, resumed, **chosen)
     assert resumed.seen == undisturbed.seen[batches:]
-
-
-class GoingOn(Regression):
-    def train_dataloader(self):
-        return StatefulDataLoader(super().train_dataloader().dataset, batch_size=8)
 
 
 class Averaging(GoingOn):
@@ -577,7 +667,7 @@ def test_what_lightning_sets_up_at_the_start_of_an_epoch_is_set_up_after_a_resum
 
 @pytest.mark.parametrize(
     ("validations", "grace_s", "at_step"),
-    [({}, 60.0, 3), ({}, 0.0, 2), ({"val_check_interval": 1}, 60.0, 2)],
+    [({}, 60.0, 3), ({}, 0.0, 2), ({"val_check_interval": 1, "limit_val_batches": 1}, 60.0, 2)],
 )
 def test_a_training_about_to_be_ended_awaits_no_step_that_comes_late(store, validations, grace_s, at_step):
     """With `accumulate_grad_batches=3`, steps follow the third batch of an epoch and the last."""

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import launch
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_models import Regression, make_trainer
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.lightning import PrefectDDPStrategy, PrefectEnvironment
+from prefect_torch.ckpt.lightning.moments import may_end_validation
 from ranks import Attempt, as_rank
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,7 +23,7 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
     whole, halved = tmp_path / "whole", tmp_path / "halved"
     for root, epochs in ((whole, 2), (halved, 1), (halved, 2)):
         root.mkdir(exist_ok=True)
-        assert launch("lightning_ranks", (kind, str(epochs)), 2, root) == [0, 0]
+        assert launch("lightning_ranks", (kind, str(epochs), "complete"), 2, root) == [0, 0]
     expected = torch.load(whole / f"weights-{kind}-1.pt")
     assert all(map(torch.equal, torch.load(halved / f"weights-{kind}-2.pt"), expected))
     manifests = CheckpointStore.open(halved, "run").list()
@@ -32,6 +34,14 @@ def test_a_training_of_two_ranks_counts_them_itself_and_goes_on_where_it_was(tmp
         assert owners == {"checkpoint.ckpt": 0}
     else:
         assert owners == {f"checkpoint.ckpt/{name}": int("__1" in name) for name in SHARDED}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "sharded"])
+def test_two_ranks_break_a_validation_off_at_the_same_batch(tmp_path, kind):
+    for ends in ("in a validation", "complete"):
+        assert launch("lightning_ranks", (kind, "2", ends), 2, tmp_path) == [0, 0]
+    manifests = CheckpointStore.open(tmp_path, "run").list()
+    assert [(it.attempt, it.metrics["epoch"], "val_loss" in it.metrics) for it in manifests] == [(1, 0, False), (2, 1, True)]
 
 
 @pytest.fixture
@@ -63,3 +73,17 @@ def test_a_stateful_loader_goes_to_its_position_in_the_order_of_the_resumed_epoc
     trainer.fit_loop.epoch_progress.current.processed = 3
     loader = DataLoader(range(8), sampler=DistributedSampler(range(8)))
     assert trainer.strategy.process_dataloader(loader).sampler.epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("loaders", "may_end"),
+    [
+        ([DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))], True),
+        ([DataLoader(range(8))], False),
+        ([DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0)), range(8)], False),
+    ],
+)
+def test_validations_that_ranks_may_not_end_at_the_same_batch_are_not_broken_off(one_of_two, loaders, may_end):
+    trainer = make_trainer(devices="auto", strategy=PrefectDDPStrategy(), plugins=[PrefectEnvironment()])
+    trainer.fit_loop.epoch_loop.val_loop._combined_loader = CombinedLoader(loaders, "sequential")
+    assert may_end_validation(trainer) is may_end
