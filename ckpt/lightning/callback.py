@@ -37,6 +37,7 @@ from .resumes import (
     end_with_averages,
     forget_ended_positions,
     has_stopped,
+    iterate_anew,
     leave_the_ended_epoch,
     refuse_finders,
     reload_in_same_epochs,
@@ -211,7 +212,7 @@ class ReportCallback(CheckpointCallback):
             set_up_data_again(trainer)
         self._random_state = self._stored_random_state(trainer)
         if self._random_state is not None and not self._random_state["within_epoch"]:
-            set_random_state(self._random_state)  # now: next, the Trainer draws the epoch's first batch
+            set_random_state(self._random_state)  # now: of a loader without a length, the Trainer reads the first batch next
 
     def _restore_metrics(self, trainer: Trainer) -> None:
         if (restored := self._continued(trainer)) is not None:
@@ -236,10 +237,8 @@ class ReportCallback(CheckpointCallback):
         self._seen_step = self.reported_step = trainer.global_step
         if self._random_state is not None and self._random_state["within_epoch"]:
             set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
-        elif self._resets_epoch:
-            begin_next_epoch(trainer)
         else:
-            leave_the_ended_epoch(trainer, self._random_state)
+            self._begin_epoch(trainer)
         self._random_state, self._resets_epoch = None, False
         if self is _report_callbacks(trainer)[0]:
             set_up_epoch_again(trainer, pl_module)
@@ -253,6 +252,15 @@ class ReportCallback(CheckpointCallback):
         self._take_sigterm_back()
         refuse_finders(trainer)
         check_first_step(trainer.global_step, "give trainer.fit() the ckpt_path that resume_path() yields")
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
+        """Begin the epoch that follows, or that begins again, with the random numbers of an uninterrupted training."""
+        if self._resets_epoch:
+            begin_next_epoch(trainer)
+        else:
+            leave_the_ended_epoch(trainer)
+        if iterate_anew(trainer) and self._random_state is not None:
+            set_random_state(self._random_state)
 
     def _report_after_batch(self, trainer: Trainer) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""

@@ -16,8 +16,6 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 
-from .random_states import set_random_state
-
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
 
@@ -27,17 +25,11 @@ def has_stopped(callback: EarlyStopping) -> bool:
     return bool(reason) or callback.wait_count >= max(1, callback.patience)
 
 
-def leave_the_ended_epoch(trainer: Trainer, random_state: dict[str, Any] | None) -> None:
+def leave_the_ended_epoch(trainer: Trainer) -> None:
     """Begin the next epoch where the one that was restored has ended.
 
     With `max_steps`, a Trainer would end that epoch again, without a batch: hooks that read the epoch's metrics or outputs,
-    EarlyStopping's among them, would find none and raise, and the next epoch would draw another order. It would also leave a
-    loader that has a `state_dict` at its position, with no batch left, or behind `limit_train_batches`.
-
-    Args:
-        trainer: The Trainer, at the start of its training.
-        random_state: The state at the end of that epoch, from which an iterator of the next draws; None if there is none.
-
+    EarlyStopping's among them, would find none and raise, and the next epoch would draw another order.
     """
     loop = trainer.fit_loop
     if not getattr(loop, "restarted_on_epoch_end", False):  # Lightning before 2.6 does not record it
@@ -45,11 +37,20 @@ def leave_the_ended_epoch(trainer: Trainer, random_state: dict[str, Any] | None)
     begin_next_epoch(trainer)
     loop.update_restart_stage()
     loop.epoch_progress.increment_completed()
-    if trainer.num_training_batches == float("inf") or not _loaders_with_position(trainer):  # such a loader knows its end
-        return
-    if random_state is not None:
-        set_random_state(random_state)
-    iter(loop._data_fetcher)  # type: ignore[arg-type]  # noqa: SLF001 - as the Trainer itself at the start of an epoch
+
+
+def iterate_anew(trainer: Trainer) -> bool:
+    """Have the epoch that begins make its iterator after its hooks, as every epoch but the first does; return whether it does.
+
+    A Trainer that resumes would keep the iterator that it has made before: one that has drawn its random number before those of
+    `on_train_epoch_start`, whose workers have the order of epoch 0 from their sampler, and which a loader that has a
+    `state_dict` has left at its position, with no batch to come, or behind `limit_train_batches`. Where a loader has no length,
+    that iterator remains, since the Trainer has read its first batch.
+    """
+    if trainer.num_training_batches == float("inf"):
+        return False
+    trainer.fit_loop._resuming_from_checkpoint = False  # noqa: SLF001 - no public name sets it; Lightning before 2.6 has none
+    return True
 
 
 def reset_interrupted_epoch(checkpoint: dict[str, Any]) -> int | None:

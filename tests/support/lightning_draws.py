@@ -22,16 +22,26 @@ LOADERS = {"from the start": DataLoader, "where it was": StatefulDataLoader}
 
 
 class Drawing(Regression):
-    """Draws in every way that trainings do: dropout, an order, and what a dataset or a transform draws."""
+    """Draws in every way that trainings do: dropout, an order, what a dataset or a transform draws, and once in an epoch."""
 
     def __init__(self, goes_on, schedule, **ends):
         super().__init__(dropout=0.5, **ends)
         self.goes_on = goes_on
         self.schedule = schedule
 
+    def on_train_epoch_start(self):
+        super().on_train_epoch_start()
+        self.shift = torch.rand(()).item()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["shift"] = self.shift
+
+    def on_load_checkpoint(self, checkpoint):
+        self.shift = checkpoint["shift"]
+
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
-        shift = random.random() + np.random.random()  # noqa: NPY002 - the process's
+        shift = self.shift + random.random() + np.random.random()  # noqa: NPY002 - the process's
         return super().training_step((inputs + shift, targets), batch_idx)
 
     def train_dataloader(self):

@@ -208,6 +208,36 @@ def test_on_another_number_of_ranks_an_epoch_without_a_batch_left_is_not_begun_a
     assert (trainer.current_epoch, trainer.global_step) == (3, 3 * BATCHES)
 
 
+class OfEachEpoch:
+    """Has another order in each epoch, which is asked for as soon as there is an iterator, as by workers."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        return iter([(batch + self.epoch) % BATCHES for batch in range(BATCHES)])
+
+
+@pytest.mark.parametrize("resume", [fit, fit_on_another_number])
+@pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 3 * BATCHES}])
+def test_after_the_end_of_an_epoch_an_order_asked_for_early_is_that_of_the_next(store, length, resume):
+    class Ordered(Recording):
+        def train_dataloader(self):
+            return DataLoader([*super().train_dataloader()], batch_size=None, sampler=OfEachEpoch())
+
+    make_trainer(**length).fit(undisturbed := Ordered())
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), model=Ordered(at_step=BATCHES + 1, then=raise_boom), **length)
+    assert store.latest().step == BATCHES
+    resume(store if resume is fit_on_another_number else Attempt(store), None, resumed := Ordered(), **length)
+    assert resumed.seen == undisturbed.seen[BATCHES:]
+
+
 def test_a_checkpoint_of_before_random_states_were_stored_resumes(store):
     fit(Attempt(store), max_epochs=1)
     (manifest,) = store.list()
