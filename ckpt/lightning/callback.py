@@ -29,7 +29,7 @@ from .moments import (
     may_end_validation,
     precedes_validation,
 )
-from .random_states import read_random_state, save_random_state, set_random_state
+from .random_states import loader_generators, read_random_state, save_random_state, set_random_state
 from .ranks import check_trainer_size
 from .resumes import (
     begin_next_epoch,
@@ -64,17 +64,17 @@ class ReportCallback(CheckpointCallback):
     """Report Lightning's own checkpoint and metrics from every rank, durable before training continues.
 
     The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a directory where
-    the strategy shards, of which each rank reports its own files. It also holds each rank's random state, which Lightning does
-    not store. The metrics are `trainer.callback_metrics` with `epoch` and `step`; the step is `trainer.global_step`, so a
-    training function fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, even
-    if several of these callbacks report at different moments.
+    the strategy shards, of which each rank reports its own files. It also holds each rank's random state, and those of its
+    training dataloaders' generators, which Lightning does not store. The metrics are `trainer.callback_metrics` with `epoch`
+    and `step`; the step is `trainer.global_step`, so a training function fits once, and gives `ckpt_path=` from `resume_path`
+    to continue. One step is reported once, even if several of these callbacks report at different moments.
 
     A report due at a batch that a validation follows is made after it: a resume from before would skip it. A report due at an
     epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by ModelCheckpoint: a resume
     from there on as many ranks is bit-exact, and callbacks that read the epoch's metrics (EarlyStopping) have seen them. A
     report within an epoch is resumed with the random numbers of that moment, but a dataloader without a `state_dict` starts
     over (Lightning's rule), so the training differs from there on. torchdata's StatefulDataLoader without workers, of a dataset
-    with a length, is exact within an epoch; after an epoch's end, with `max_steps` only.
+    with a length, is exact within an epoch, too.
 
     Lightning counts it among its checkpoint callbacks. It runs after all other callbacks (list a ModelCheckpoint before it) and
     after the module's own `on_train_batch_end`, so their state is stored as it is by then. The Trainer adds no ModelCheckpoint,
@@ -236,7 +236,8 @@ class ReportCallback(CheckpointCallback):
         self._restore_metrics(trainer)
         self._seen_step = self.reported_step = trainer.global_step
         if self._random_state is not None and self._random_state["within_epoch"]:
-            set_random_state(self._random_state)  # not sooner: the code that begins the epoch again has drawn random numbers
+            # Not sooner: the code that begins the epoch again has drawn random numbers.
+            set_random_state(self._random_state, loader_generators(trainer))
         else:
             self._begin_epoch(trainer)
         self._random_state, self._resets_epoch = None, False
@@ -260,7 +261,7 @@ class ReportCallback(CheckpointCallback):
         else:
             leave_the_ended_epoch(trainer)
         if iterate_anew(trainer) and self._random_state is not None:
-            set_random_state(self._random_state)
+            set_random_state(self._random_state, loader_generators(trainer))
 
     def _report_after_batch(self, trainer: Trainer) -> None:
         """Report if a multiple of `every_n_train_steps` was reached, or a checkpoint is requested."""
@@ -364,7 +365,7 @@ class ReportCallback(CheckpointCallback):
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
             trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
-            save_random_state(folder, self._context.world_rank, within_epoch=within_epoch)
+            save_random_state(folder, self._context.world_rank, loader_generators(trainer), within_epoch=within_epoch)
             with part_of_rank(folder, self._context, os.link, below="") as part:
                 report(metrics, part, step=step, upload=self._upload)
 

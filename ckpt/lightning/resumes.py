@@ -152,7 +152,7 @@ def restore_metrics(trainer: Trainer, reported: Mapping[str, Any]) -> None:
 
 def warn_of_reading_ahead(trainer: Trainer) -> None:
     """Warn if a dataloader stores a position that is one batch ahead, since Lightning reads ahead to find the last batch."""
-    ahead = _loaders_with_position(trainer)
+    ahead = [loader for loader in training_loaders(trainer) if hasattr(loader, "state_dict")]
     if ahead and trainer.num_training_batches == float("inf"):
         rank_zero_warn(
             f"the {type(ahead[0]).__name__} has no length, so Lightning reads one batch ahead, which a resume within an epoch "
@@ -160,9 +160,9 @@ def warn_of_reading_ahead(trainer: Trainer) -> None:
         )
 
 
-def _loaders_with_position(trainer: Trainer) -> list[Any]:
-    loaders = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public name has them all
-    return [loader for loader in getattr(loaders, "flattened", []) if hasattr(loader, "state_dict")]
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Return the training's dataloaders; none before the Trainer has made them."""
+    return list(getattr(trainer.fit_loop._combined_loader, "flattened", []))  # noqa: SLF001 - no public name has them all
 
 
 def end_with_averages(trainer: Trainer, module: LightningModule) -> None:

@@ -17,9 +17,15 @@ from prefect_torch.ckpt.lightning import (
 from rank_processes import joined
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 
 class Scheduled(Regression):
+    def train_dataloader(self):
+        data = super().train_dataloader().dataset
+        generator = torch.Generator().manual_seed(0)  # on all ranks, of whose batches Lightning gives each its share
+        return DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * len(data), len(data), generator=generator))
+
     def configure_optimizers(self):
         assert self.trainer.estimated_stepping_batches  # makes the dataloader early
         return super().configure_optimizers()

@@ -25,7 +25,7 @@ from prefect_torch.ckpt.lightning import callback as callback_module
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -97,6 +97,7 @@ def test_a_training_that_raised_continues_to_the_very_weights_of_an_undisturbed_
         ),
         ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8, False),
         ({}, {"max_epochs": -1, "max_steps": 3 * BATCHES}, "by epoch", 9, 8, True),
+        ({}, THREE, "by epoch", 9, 8, True),
     ],
 )
 def test_a_resumed_training_with_early_stopping_ends_as_an_undisturbed_one_bit_for_bit(
@@ -206,6 +207,53 @@ def test_on_another_number_of_ranks_an_epoch_without_a_batch_left_is_not_begun_a
     assert "epoch 1 begins with its first batch" in warning
     assert model.seen == undisturbed.seen[BATCHES:]
     assert (trainer.current_epoch, trainer.global_step) == (3, 3 * BATCHES)
+
+
+class Generating(Regression):
+    """Has a generator for its data, and records its states."""
+
+    def __init__(self, draw, **ends):
+        super().__init__(**ends)
+        self.draw, self.states = draw, []
+
+    def train_dataloader(self):
+        self.generator = torch.Generator().manual_seed(0)
+        data = super().train_dataloader().dataset
+        return DataLoader(data, batch_size=8, **self.draw(data, self.generator))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        self.states.append(self.generator.get_state())
+
+
+def shuffled(data, generator):
+    return {"shuffle": True, "generator": generator}
+
+
+@pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 3 * BATCHES}])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        shuffled,
+        lambda data, generator: {"sampler": WeightedRandomSampler([1.0] * len(data), len(data), generator=generator)},
+        lambda data, generator: {"sampler": RandomSampler(data), "generator": generator},
+    ],
+)
+def test_the_generator_of_a_dataloader_or_its_sampler_continues_after_the_end_of_an_epoch(store, draw, length):
+    make_trainer(**length).fit(undisturbed := Generating(draw))
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), model=Generating(draw, at_step=2 * BATCHES + 1, then=raise_boom), **length)
+    resumed, _ = fit(Attempt(store), model=Generating(draw), **length)
+    assert not torch.equal(resumed.states[0], undisturbed.states[0])
+    assert same(resumed.states, undisturbed.states[2 * BATCHES :])
+
+
+def test_the_generator_of_a_dataloader_continues_within_an_epoch(store):
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), ReportCallback(every_n_train_steps=6), stopped := Generating(shuffled, at_step=6, then=raise_boom))
+    resumed, _ = fit(Attempt(store), ReportCallback(every_n_train_steps=6), Generating(shuffled))
+    torch.randperm(8 * BATCHES, generator=stopped.generator)
+    assert torch.equal(resumed.states[0], stopped.generator.get_state())
 
 
 class OfEachEpoch:

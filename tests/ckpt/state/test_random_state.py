@@ -190,7 +190,7 @@ def test_the_generator_of_any_device_that_torch_has_is_one_of_them():
 @on_simulated_gpu
 def test_a_lightning_checkpoint_holds_the_generator_of_any_device(tmp_path):
     gpu.generator.set_rng_state(torch.full((16,), 5, dtype=torch.uint8))
-    save_random_state(tmp_path, 0, within_epoch=True)
+    save_random_state(tmp_path, 0, [], within_epoch=True)
     gpu.generator.set_rng_state(torch.zeros(16, dtype=torch.uint8))
     set_random_state(read_random_state(tmp_path, 0))
     assert gpu.generator.state.tolist() == [5] * 16
