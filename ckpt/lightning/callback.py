@@ -47,6 +47,7 @@ from .resumes import (
     set_up_epoch_again,
     stop_early,
     warn_of_reading_ahead,
+    warn_of_unsafe_globals,
 )
 from .sigterm import SigtermAction
 
@@ -353,7 +354,8 @@ class ReportCallback(CheckpointCallback):
         step = trainer.global_step
         if self._context is None:
             return
-        if step in _reported_steps(trainer):
+        reported = _reported_steps(trainer)
+        if step in reported:
             if step == 0:
                 rank_zero_warn(_NO_STEPS)
             return
@@ -365,6 +367,8 @@ class ReportCallback(CheckpointCallback):
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
             trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
+            if not any(reported):
+                warn_of_unsafe_globals(trainer, folder / self.CHECKPOINT_NAME)
             save_random_state(folder, self._context.world_rank, loader_generators(trainer), within_epoch=within_epoch)
             with part_of_rank(folder, self._context, os.link, below="") as part:
                 report(metrics, part, step=step, upload=self._upload)

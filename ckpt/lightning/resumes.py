@@ -1,6 +1,7 @@
 """Corrections for a Trainer that resumes: it does not restore everything, and repeats some of its work."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 
+_BESIDE_SHARDS = "meta.pt"  # in a directory of shards, what Lightning does not shard
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
 
@@ -158,6 +161,24 @@ def warn_of_reading_ahead(trainer: Trainer) -> None:
             f"the {type(ahead[0]).__name__} has no length, so Lightning reads one batch ahead, which a resume within an epoch "
             "leaves out: give its dataset a __len__"
         )
+
+
+def warn_of_unsafe_globals(trainer: Trainer, path: Path) -> None:
+    """Warn if the checkpoint `path` has values that torch loads only on request: without it, a resume fails.
+
+    Reads no tensors. A Trainer that has loaded a checkpoint itself, or that has a CheckpointIO of its own, is not warned.
+    """
+    file = path / _BESIDE_SHARDS if path.is_dir() else path
+    is_of_torch = type(trainer.strategy.checkpoint_io) is TorchCheckpointIO and file.is_file()
+    if trainer.ckpt_path or not trainer.is_global_zero or not is_of_torch:
+        return
+    if not (names := torch.serialization.get_unsafe_globals_in_checkpoint(file)):
+        return
+    argument = "" if path.is_dir() else "give trainer.fit() weights_only=False, or "  # lost where the strategy shards
+    rank_zero_warn(
+        f"{path.name} contains {', '.join(sorted(names))}, which torch loads only on request: {argument}call "
+        "torch.serialization.add_safe_globals() with them before trainer.fit(), or the training cannot be resumed"
+    )
 
 
 def training_loaders(trainer: Trainer) -> list[Any]:

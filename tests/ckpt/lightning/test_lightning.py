@@ -7,8 +7,9 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import pytest
 import pytorch_lightning.demos.boring_classes
@@ -17,11 +18,12 @@ from exact_ends import same, same_ends, weights
 from forked_ranks import launch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_models import BATCHES, Regression, make_trainer
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore, get_context
 from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, ReportLogger, prepare_trainer, resume_path
 from prefect_torch.ckpt.lightning import callback as callback_module
+from prefect_torch.ckpt.lightning.resumes import warn_of_unsafe_globals
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
@@ -314,6 +316,55 @@ def test_the_checkpoint_is_lightnings_own_and_nothing_is_said_of_it(store, caplo
     with store.checkpoint(store.latest()).as_directory() as directory:
         loaded = Regression.load_from_checkpoint(f"{directory}/checkpoint.ckpt")
     assert torch.equal(weights(loaded), weights(model))
+
+
+class Placed(Regression):
+    """Has a hyperparameter that torch loads only on request."""
+
+    def __init__(self, place=PurePosixPath("data"), **ends):  # noqa: B008 - not changed
+        super().__init__(**ends)
+        self.save_hyperparameters("place")
+
+
+def warnings_of_safety(action):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(it.message) for it in caught if "contains" in str(it.message)]
+
+
+def test_the_first_report_says_that_torch_will_load_the_checkpoint_only_on_request(store):
+    told = warnings_of_safety(lambda: fit(Attempt(store), model=Placed(), max_epochs=2))
+    (warning,) = told
+    assert "checkpoint.ckpt contains pathlib.PurePosixPath, which torch loads only on request" in warning
+    assert "weights_only=False" in warning
+    with in_training(Attempt(store).session()), resume_path() as path:
+        trainer = make_trainer(callbacks=[ReportCallback()], max_epochs=3)
+        assert warnings_of_safety(lambda: trainer.fit(Placed(), ckpt_path=path, weights_only=False)) == []
+    assert trainer.current_epoch == 3
+
+
+def test_nothing_is_said_of_what_torch_has_been_told_to_load(store):
+    with torch.serialization.safe_globals([PurePosixPath]):
+        assert warnings_of_safety(lambda: fit(Attempt(store), model=Placed(), max_epochs=1)) == []
+        assert fit(Attempt(store), model=Placed(), max_epochs=2)[1].current_epoch == 2
+
+
+def test_of_a_sharded_checkpoint_what_is_beside_the_shards_is_looked_at(tmp_path):
+    """Where the strategy shards, Lightning does not hand `weights_only` on."""
+    torch.save({"place": PurePosixPath("data")}, tmp_path / "meta.pt")
+    (warning,) = warnings_of_safety(lambda: warn_of_unsafe_globals(make_trainer(), tmp_path))
+    assert f"{tmp_path.name} contains pathlib.PurePosixPath" in warning
+    assert "weights_only" not in warning
+
+
+def test_a_checkpoint_of_another_format_is_not_looked_at(store):
+    class Zipped(TorchCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            ZipFile(path, "w").close()
+
+    assert warnings_of_safety(lambda: fit(Attempt(store), model=Placed(), max_epochs=1, plugins=[Zipped()])) == []
+    assert len(store.list()) == 1
 
 
 @pytest.mark.parametrize(
