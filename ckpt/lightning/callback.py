@@ -34,6 +34,7 @@ from .ranks import check_trainer_size
 from .resumes import (
     begin_next_epoch,
     convert_before_load,
+    count_validated_batch,
     end_with_averages,
     forget_ended_positions,
     has_stopped,
@@ -244,6 +245,7 @@ class ReportCallback(CheckpointCallback):
         self._random_state, self._resets_epoch = None, False
         if self is _report_callbacks(trainer)[0]:
             set_up_epoch_again(trainer, pl_module)
+            count_validated_batch(trainer)
             reload_in_same_epochs(trainer)
             warn_of_reading_ahead(trainer)
         if self._continues_own_run(trainer) and any(map(has_stopped, trainer.early_stopping_callbacks)):

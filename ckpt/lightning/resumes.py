@@ -18,6 +18,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.utilities import rank_zero_warn
 
+from .moments import precedes_validation
+
 _BESIDE_SHARDS = "meta.pt"  # in a directory of shards, what Lightning does not shard
 _WEIGHT_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # Lightning 2.4 has none
 
@@ -69,8 +71,7 @@ def reset_interrupted_epoch(checkpoint: dict[str, Any]) -> int | None:
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     if epochs["total"]["processed"] == epochs["total"]["started"]:
         return None
-    if batches["total"]["completed"] < batches["total"]["processed"]:  # saved at the end of a batch, before it was counted
-        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # a report comes before the count, after a validation, too
     for counts in (epochs["total"], epochs["current"]):
         counts.update(dict.fromkeys(counts, counts["started" if batches["is_last_batch"] else "processed"]))
     batches["total"].update(dict.fromkeys(batches["total"], batches["total"]["processed"]))
@@ -118,6 +119,17 @@ def set_up_epoch_again(trainer: Trainer, module: LightningModule) -> None:
             callback.on_train_epoch_start(trainer, module)
             for name, buffer in module.named_buffers():  # it clears those of batch norm in its last epoch
                 buffer.copy_(buffers[name])
+
+
+def count_validated_batch(trainer: Trainer) -> None:
+    """Count the batch after whose validation the restored report was made, if no validation follows it in this Trainer.
+
+    The Trainer counts it, for the steps of loggers, only where it comes to that validation again, which it then skips.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    is_within_epoch = getattr(trainer.fit_loop, "restarted_mid_epoch", False)  # as in `set_up_epoch_again`
+    if is_within_epoch and getattr(loop, "restarted_on_last", False) and not precedes_validation(trainer):
+        loop._batches_that_stepped += 1  # noqa: SLF001 - no public name counts it
 
 
 def convert_before_load(trainer: Trainer, module: LightningModule) -> None:

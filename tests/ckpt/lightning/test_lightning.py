@@ -25,6 +25,7 @@ from prefect_torch.ckpt.lightning import PrefectEnvironment, ReportCallback, Rep
 from prefect_torch.ckpt.lightning import callback as callback_module
 from prefect_torch.ckpt.lightning.resumes import warn_of_unsafe_globals
 from prefect_torch.ckpt.lightning.sigterm import SigtermAction
+from prefect_torch.ckpt.reporting.events import ReportEvent
 from prefect_torch.ckpt.runs.history import newest_metrics
 from ranks import Attempt, as_rank, folder, in_training, read_files
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
@@ -178,6 +179,27 @@ def test_on_another_number_of_ranks_an_interrupted_epoch_begins_again(store, len
     assert re.search("by 2 ranks, and there are 1 now, .*: epoch 1 begins with its first batch", warning)
     assert model.seen == undisturbed.seen[BATCHES:]
     assert (trainer.current_epoch, trainer.global_step) == (3, 6 + 2 * BATCHES)
+
+
+def logged_steps(attempt, model, interval):
+    """Train with a validation and a report every so many batches; return the steps at which the batches were logged."""
+    with in_training(attempt.session()), resume_path() as path:
+        chosen = {"val_check_interval": interval, "logger": ReportLogger(), "log_every_n_steps": 1}
+        make_trainer(callbacks=[ReportCallback(on_validation_end=True)], **THREE, **chosen).fit(model, ckpt_path=path)
+    records = [event.record for event in attempt.events() if isinstance(event, ReportEvent)]
+    return [record.step for record in records if record.is_logged and "train/loss_step" in record.metrics]
+
+
+@pytest.mark.filterwarnings("ignore:.*was reported within an epoch by 2 ranks")
+@pytest.mark.parametrize(("world_size", "steps"), [(1, range(6, 3 * BATCHES)), (2, range(6, 6 + 2 * BATCHES))])
+@pytest.mark.parametrize("interval", [2, 3])
+def test_the_steps_of_loggers_continue_after_a_resume_from_a_validation_within_an_epoch(store, interval, world_size, steps):
+    """Also on another number of ranks, and where no validation follows the batch any more."""
+    with pytest.raises(ValueError, match="boom"):
+        logged_steps(Attempt(store), Regression(at_step=7, then=raise_boom), interval=2)
+    manifest = replace(store.latest(), world_size=world_size)
+    store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+    assert logged_steps(Attempt(store), Regression(), interval) == [*steps]
 
 
 @pytest.mark.parametrize("length", [THREE, {"max_epochs": -1, "max_steps": 3 * BATCHES}])
