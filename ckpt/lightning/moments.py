@@ -84,12 +84,15 @@ def crosses_multiple(before: int, now: int, number: int | None) -> bool:
 def precedes_validation(trainer: Trainer) -> bool:
     """Return whether a validation within the epoch follows the batch that ends; False if it depends on the time."""
     every_n_epochs, every_n_batches = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if every_n_batches is None or not trainer.enable_validation:
+    if not trainer.enable_validation or (every_n_epochs and (trainer.current_epoch + 1) % every_n_epochs):
         return False
-    if every_n_epochs is None:  # the interval counts the batches of all epochs
-        return (trainer.fit_loop.total_batch_idx + 1) % every_n_batches == 0
-    is_validated = (trainer.current_epoch + 1) % every_n_epochs == 0
-    return is_validated and (trainer.fit_loop.batch_idx + 1) % every_n_batches == 0
+    if trainer.should_stop and trainer.fit_loop._can_stop_early:  # noqa: SLF001 - the public `done` logs
+        return True
+    if every_n_batches is None:
+        return False
+    # Without a number of epochs, the interval counts the batches of all.
+    number = trainer.fit_loop.batch_idx if every_n_epochs else trainer.fit_loop.total_batch_idx
+    return (number + 1) % every_n_batches == 0
 
 
 def is_accumulating(trainer: Trainer) -> bool:

@@ -433,6 +433,32 @@ def test_a_report_at_a_batch_that_a_validation_follows_has_its_metrics(store, ca
     assert [*model.losses] == [2, 4, 6, 8]
 
 
+class Stopping(Regression):
+    """Stops the Trainer at step 6, within epoch 1, as `Trainer(max_time=)` does."""
+
+    def on_train_batch_end(self, *_):
+        self.trainer.should_stop = self.global_step == 6
+
+
+@pytest.mark.parametrize("chosen", [{"every_n_train_steps": 2}, {"every_n_train_steps": 3}, {"on_validation_end": True}])
+def test_a_report_at_the_batch_at_which_the_trainer_stops_has_the_metrics_of_the_last_validation(store, chosen):
+    _, trainer = fit(Attempt(store), ReportCallback(**chosen), Stopping(), num_sanity_val_steps=0)
+    assert trainer.global_step == store.latest().step == 6
+    assert store.latest().metrics["val_loss"] == trainer.callback_metrics["val_loss"].item()
+
+
+def test_the_steps_of_loggers_continue_after_a_stop_within_an_epoch(store):
+    logged_steps(Attempt(store), Stopping(), interval=BATCHES)
+    assert logged_steps(Attempt(store), Regression(), interval=BATCHES) == [*range(6, 3 * BATCHES)]
+
+
+@pytest.mark.parametrize("least", [{"min_epochs": 3}, {"min_steps": 10}])
+def test_a_report_does_not_wait_for_a_stop_that_the_trainer_may_not_make_yet(store, least):
+    with pytest.raises(ValueError, match="boom"):
+        fit(Attempt(store), ReportCallback(every_n_train_steps=2), Stopping(at_step=6, then=raise_boom), **least)
+    assert store.latest().step == 6
+
+
 def test_the_sanity_check_of_a_second_fit_reports_nothing(store):
     attempt, model = Attempt(store), Regression()
     trainer = make_trainer(callbacks=[ReportCallback(on_validation_end=True)], check_val_every_n_epoch=2, max_epochs=3)
