@@ -24,6 +24,7 @@ from .moments import (
     before_validation,
     call_after_each_batch,
     check_moments,
+    completed_share,
     crosses_multiple,
     is_accumulating,
     may_end_validation,
@@ -68,8 +69,9 @@ class ReportCallback(CheckpointCallback):
     The checkpoint holds `checkpoint.ckpt`, as `trainer.save_checkpoint` writes it: a file from rank 0, or a directory where
     the strategy shards, of which each rank reports its own files. It also holds each rank's random state, and those of its
     training dataloaders' generators, which Lightning does not store. The metrics are `trainer.callback_metrics` with `epoch`
-    and `step`; the step is `trainer.global_step`, so a training function fits once, and gives `ckpt_path=` from `resume_path`
-    to continue. One step is reported once, even if several of these callbacks report at different moments.
+    and `step`, the progress the share of `max_epochs` or `max_steps`. The step is `trainer.global_step`, so a training function
+    fits once, and gives `ckpt_path=` from `resume_path` to continue. One step is reported once, even if several of these
+    callbacks report at different moments.
 
     A report due at a batch that a validation follows is made after it: a resume from before would skip it. A report due at an
     epoch's last batch, or after a validation that follows it, is made when the epoch has ended, as by ModelCheckpoint: a resume
@@ -364,8 +366,9 @@ class ReportCallback(CheckpointCallback):
         self.reported_step = step
         logged = trainer.callback_metrics if logged is None else logged
         metrics = {**_numbers(logged), "epoch": trainer.current_epoch, "step": step}
+        progress = completed_share(trainer, within_epoch=within_epoch)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
-            report(metrics, step=step)
+            report(metrics, step=step, progress=progress)
             return
         with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
             trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
@@ -373,7 +376,7 @@ class ReportCallback(CheckpointCallback):
                 warn_of_unsafe_globals(trainer, folder / self.CHECKPOINT_NAME)
             save_random_state(folder, self._context.world_rank, loader_generators(trainer), within_epoch=within_epoch)
             with part_of_rank(folder, self._context, os.link, below="") as part:
-                report(metrics, part, step=step, upload=self._upload)
+                report(metrics, part, step=step, progress=progress, upload=self._upload)
 
     def _take_sigterm_back(self) -> None:
         if self._context is not None and self._sigterm is not None:

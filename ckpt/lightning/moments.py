@@ -1,4 +1,4 @@
-"""Moments of a Lightning training at which to report, or to end a validation, by counts of the Trainer."""
+"""Moments of a Lightning training at which to report, or to end a validation, and what is done by then, by its counts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,3 +99,11 @@ def is_accumulating(trainer: Trainer) -> bool:
     """Return whether a later batch takes the optimizer step for the batch that ends; no checkpoint holds the gradients."""
     is_step = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
     return not (is_step or trainer.is_last_batch)
+
+
+def completed_share(trainer: Trainer, *, within_epoch: bool) -> float | None:
+    """Return the share of `max_epochs` or `max_steps` that is done, of that which comes first; None without either."""
+    share_of_epoch = (trainer.fit_loop.batch_idx + 1) / trainer.num_training_batches if within_epoch else 1.0
+    done = (trainer.current_epoch + share_of_epoch, trainer.max_epochs), (trainer.global_step, trainer.max_steps)
+    shares = [number / limit for number, limit in done if limit is not None and limit > 0]
+    return min(1.0, max(shares)) if shares else None

@@ -490,6 +490,30 @@ def test_an_epoch_without_a_step_that_lightning_counts_is_warned_of(store):
     assert any("nothing is reported, since trainer.global_step is 0: with manual" in str(it.message) for it in caught)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "length", "expected"),
+    [
+        ({}, {"max_epochs": 4}, [0.25, 0.5, 0.75, 1.0]),
+        ({}, {"max_epochs": -1, "max_steps": 10}, [0.4, 0.8, 1.0]),
+        ({}, {"max_epochs": 8, "max_steps": 2 * BATCHES}, [0.5, 1.0]),
+        ({"every_n_train_steps": 3}, {"max_epochs": 2}, [3 / 8, 6 / 8]),
+        ({"on_validation_end": True}, {"max_epochs": 2, "val_check_interval": 2}, [0.25, 0.5, 0.75, 1.0]),
+        ({}, {"max_epochs": -1, "max_steps": -1}, [None, None]),
+    ],
+)
+def test_reports_have_the_share_of_the_epochs_or_steps_that_is_done(store, chosen, length, expected):
+    attempt = Attempt(store)
+
+    class Ending(Regression):
+        def on_train_epoch_end(self):
+            super().on_train_epoch_end()
+            self.trainer.should_stop = None in expected and self.current_epoch == 1
+
+    fit(attempt, ReportCallback(**chosen), Ending(), **length)
+    progress = [event.progress for event in attempt.events() if isinstance(event, ReportEvent)]
+    assert progress == expected
+
+
 def test_validating_alone_reports_nothing(store):
     attempt = Attempt(store)
     with as_rank(attempt.session()):
