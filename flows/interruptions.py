@@ -10,16 +10,8 @@ from contextvars import copy_context
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterStateType,
-    WorkQueueFilter,
-    WorkQueueFilterId,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType, WorkQueue
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
@@ -27,17 +19,16 @@ from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
 from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_cancellation, let_workers_continue
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
-from prefect_torch.tasks.prefect_api.paging import read_pages
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
 
 from .monitoring.messages import current_flow_run
+from .urgency import YIELDED, find_urgent
 
 _POLL_S = 5.0
 # A worker or runner sends SIGTERM to a cancelled flow run within ten seconds.
 _UNHEEDED_S = 30.0
 _LEAVE_S = 600.0
-_UNDER_WAY = [StateType.PENDING, StateType.RUNNING]
 
 
 @contextmanager
@@ -237,54 +228,8 @@ def find_interruption(client: SyncPrefectClient, this: FlowRun, *, yields_to_urg
         return Interruption(SUSPENDED)
     if is_cancellation(state):
         return TerminationSignal(signal.SIGTERM)
-    urgent = _find_urgent(client, this) if yields_to_urgent else None
+    urgent = find_urgent(client, this) if yields_to_urgent else None
     return None if urgent is None else Interruption(f"{GAVE_WAY} to the more urgent flow run {urgent.name!r}", yields=True)
-
-
-def _find_urgent(client: SyncPrefectClient, this: FlowRun) -> FlowRun | None:
-    """Return a flow run that waits in a more urgent queue of the same work pool, although that queue's own limit admits it.
-
-    None while the pool is paused: neither that flow run nor this one would begin. One that was late before this one began was
-    passed over by the workers, and would not begin if this one left.
-    """
-    if this.work_pool_name is None or this.work_queue_id is None:
-        return None
-    queues = {queue.id: queue for queue in read_pages(client.read_work_queues, work_pool_name=this.work_pool_name)}
-    mine = queues.get(this.work_queue_id)
-    if mine is None or mine.priority is None:
-        return None
-    more_urgent = [key for key, queue in queues.items() if queue.priority is not None and queue.priority < mine.priority]
-    if not more_urgent:
-        return None
-    late = read_pages(  # not of the whole pool: each of its trainings asks, and thousands of trials may wait
-        client.read_flow_runs,
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"]))),
-        work_queue_filter=WorkQueueFilter(id=WorkQueueFilterId(any_=more_urgent)),
-    )
-    full: set[UUID] = set()
-    for flow_run in late:
-        if this.state is None or flow_run.state is None or flow_run.state.timestamp < this.state.timestamp:
-            continue
-        queue = queues.get(flow_run.work_queue_id) if flow_run.work_queue_id is not None else None
-        if queue is None or queue.id in full:
-            continue
-        if _has_room(client, queue):
-            return None if client.read_work_pool(this.work_pool_name).is_paused else flow_run
-        full.add(queue.id)
-    return None
-
-
-def _has_room(client: SyncPrefectClient, queue: WorkQueue) -> bool:
-    if queue.is_paused:
-        return False
-    if queue.concurrency_limit is None:
-        return True
-    under_way = read_pages(
-        client.read_flow_runs,
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNDER_WAY))),
-        work_queue_filter=WorkQueueFilter(id=WorkQueueFilterId(any_=[queue.id])),
-    )
-    return sum(1 for _ in under_way) < queue.concurrency_limit
 
 
 def _leave(this: FlowRun, why: Interruption) -> State | None:
@@ -299,7 +244,7 @@ def _leave(this: FlowRun, why: Interruption) -> State | None:
                 left = client.read_flow_run(this.id)
                 let_workers_continue(client, left)
                 if why.yields:
-                    return client.set_flow_run_state(this.id, Scheduled(name="Yielded", message=why.reason), force=True).state
+                    return client.set_flow_run_state(this.id, Scheduled(name=YIELDED, message=why.reason), force=True).state
                 return left.state
         except NO_ANSWER as exc:
             if not is_outage(exc) or time.monotonic() > until_s:

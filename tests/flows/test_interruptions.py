@@ -54,6 +54,7 @@ from prefect_torch.flows import (
     sweeping,
     train,
     uniform,
+    urgency,
 )
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import (
@@ -697,6 +698,51 @@ def test_a_training_stays_where_nothing_more_urgent_could_begin(client, pool):
     client.update_work_pool(pool, WorkPoolUpdate(is_paused=False))
     equal = begin(client, pool, "urgent", Pending(), Running())
     assert find_interruption(client, equal, yields_to_urgent=True) is None
+
+
+@pytest.fixture
+def yielding(client, pool):
+    """A function that begins a training with `yields_to_urgent`, in a queue of the pool."""
+    client.create_work_queue("idle", work_pool_name=pool, priority=9)
+    return lambda queue: begin(client, pool, queue, Pending(), Running(), run={"name": "run", "yields_to_urgent": True})
+
+
+def test_as_many_trainings_give_way_as_urgent_flow_runs_wait(client, pool, yielding):
+    """All of them left, for a flow run that needs one slot: the least urgent and youngest one loses least."""
+    idle, old, young = (yielding(queue) for queue in ("idle", "background", "background"))
+    begin(client, pool, "idle", Pending(), Running(), run={"name": "run"})
+
+    def leave(*trainings):
+        found = {it.name: find_interruption(client, it, yields_to_urgent=True) for it in trainings}
+        return {name: interruption.reason for name, interruption in found.items() if interruption is not None}
+
+    def reason(urgent):
+        return f"gave way to the more urgent flow run {urgent.name!r}"
+
+    first = begin(client, pool, "urgent", Scheduled(name="Late"))
+    assert leave(old, young, idle) == {idle.name: reason(first)}
+    second = begin(client, pool, "urgent", Scheduled(name="Late"))
+    assert leave(old, young, idle) == {idle.name: reason(first), young.name: reason(second)}
+    client.set_flow_run_state(idle.id, Scheduled(name="Yielded"), force=True)  # and the slot that it leaves is not taken yet
+    assert leave(old, young) == {young.name: reason(second)}
+
+
+def test_another_training_gives_way_if_the_one_whose_turn_it_is_leaves_no_slot(client, pool, yielding, monkeypatch):
+    """It may be dead."""
+    trainings = [yielding("background") for _ in range(3)]
+    urgent = begin(client, pool, "urgent", Scheduled(name="Late"))
+
+    def leave_after(passed_s):
+        now = urgent.state.timestamp + timedelta(seconds=passed_s)
+        monkeypatch.setattr(urgency, "datetime", SimpleNamespace(now=lambda _: now))
+        return [find_interruption(client, it, yields_to_urgent=True) is not None for it in trainings]
+
+    assert [leave_after(passed_s) for passed_s in (-30, 119, 121, 241)] == [
+        [False, False, True],
+        [False, False, True],
+        [False, True, True],
+        [True, True, True],
+    ]
 
 
 def test_a_flow_run_of_a_deployment_that_another_flow_has_started_gives_way(client, pool, monkeypatch):
