@@ -1,22 +1,20 @@
 """What the jobs of a work pool give a training: their variables, time for a last checkpoint, and files that outlast them."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import WorkPool
-from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.flows import FailureConfig, RunConfig, ScalingConfig
+from prefect_torch.flows.monitoring.temporary_storage import lost_with_container
 from prefect_torch.flows.planning import TO_END_S, PlanLine, compare_grace
+from prefect_torch.tasks.prefect_api.work_pools import default_of, has_variable
 
 from .server_settings import CANCELLATION_LIMIT, longest_cancellation_s
-from .work_pools import default_of, has_variable
 
 _WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
 _NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
-_RELATIVE = re.compile(r"(?!/|[A-Za-z][A-Za-z0-9+.-]+://)")
 
 
 def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,23 +39,6 @@ def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, gi
         is_here = scaling.use_gpu and scaling.cluster is None
         variables["num_gpus"] = scaling.most_workers if is_here and not are_named else 0
     return variables
-
-
-def has_relative_storage(run: RunConfig) -> bool:
-    """Return whether a run's storage is a path that means another directory in each working directory, or at each home."""
-    return isinstance(run.storage, str) and not is_block_slug(run.storage) and _RELATIVE.match(run.storage) is not None
-
-
-def lost_with_container(pool: WorkPool, run: RunConfig) -> str | None:
-    """Return why the checkpoints of a flow run in `pool` would be lost with its container; None if they would not be."""
-    if has_variable(pool, "working_dir") or not has_relative_storage(run):
-        return None
-    has_volumes = has_variable(pool, "volumes")
-    others = ", a block, or the absolute path of a volume (job variable volumes)" if has_volumes else " or a block"
-    return (
-        f"storage {run.storage!r} is a directory of a container, which is lost with it: give RunConfig(storage=...) a "
-        f"URL{others}"
-    )
 
 
 def grace_in(pool: WorkPool, job_variables: Mapping[str, Any], failure: FailureConfig) -> PlanLine:

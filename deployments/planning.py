@@ -16,11 +16,13 @@ from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt.errors import PAGE_OF_PROXY
 from prefect_torch.ckpt.text import without_login
 from prefect_torch.flows import FailureConfig, PlanLine, RunConfig, ScalingConfig, TrainingPlan, plan, train
+from prefect_torch.flows.monitoring.temporary_storage import has_relative_storage, lost_with_container
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
+from prefect_torch.tasks.prefect_api.work_pools import default_of, has_variable
 
-from .jobs import grace_in, has_relative_storage, lost_with_container
+from .jobs import grace_in
 from .run_directory import is_here, run_directory, working_in
-from .work_pools import default_of, has_variable, read_work_pool
+from .work_pools import read_work_pool
 
 _OF_RUN = ("damaged", "start", "retention")
 

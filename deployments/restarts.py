@@ -23,13 +23,13 @@ from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 from prefect_torch.tasks.prefect_api.outage import is_key_refused
 from prefect_torch.tasks.prefect_api.paging import read_pages
+from prefect_torch.tasks.prefect_api.work_pools import has_variable
 
 from .automations import create_or_update, name_of, to_run
 from .resumers import start_resumers
 from .resuming import resume
 from .run_directory import begin_in_place
 from .triggers import absence_of, crash_of, silence_of
-from .work_pools import has_variable
 
 MADE_BY_DEPLOY = " The next deploy or serve without max_restarts deletes this automation."
 _RESUMES = "Resume {}"  # the name of an automation, with the deployment "flow/name"

@@ -10,8 +10,7 @@ from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.deployments.runner import RunnerDeployment
 from prefect.runner.storage import LocalStorage
-
-from .work_pools import default_of, has_variable
+from prefect_torch.tasks.prefect_api.work_pools import default_of, has_variable
 
 _STAYING = ("run_shell_script", "pip_install_requirements")  # Prefect's steps that leave the directory as it is
 

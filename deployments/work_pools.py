@@ -1,4 +1,4 @@
-"""Work pools with this package's job templates, and the variables of any work pool."""
+"""Work pools with this package's job templates."""
 
 import json
 from importlib.resources import files
@@ -93,13 +93,3 @@ def read_work_pool(name: str) -> WorkPool:
 def _client() -> SyncPrefectClient:
     tie_new_servers()  # one that starts here has a minute, and ends with this process
     return get_client(sync_client=True)
-
-
-def has_variable(work_pool: WorkPool, name: str) -> bool:
-    """Return whether jobs of `work_pool` have the variable `name`."""
-    return name in work_pool.base_job_template.get("variables", {}).get("properties", {})
-
-
-def default_of(work_pool: WorkPool, name: str) -> Any:
-    """Return the default of the variable `name`; None without one."""
-    return work_pool.base_job_template.get("variables", {}).get("properties", {}).get(name, {}).get("default")

@@ -17,12 +17,11 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
-from prefect_torch.tasks.prefect_api.flow_run import flow_runs_from, is_cancellation, let_workers_continue
+from prefect_torch.tasks.prefect_api.flow_run import current_flow_run, flow_runs_from, is_cancellation, let_workers_continue
 from prefect_torch.tasks.prefect_api.outage import NO_ANSWER, is_outage
 from prefect_torch.tasks.prefect_api.settings import without_retries
 from prefect_torch.tasks.training.backoff import Backoff
 
-from .monitoring.messages import current_flow_run
 from .urgency import YIELDED, find_urgent
 
 _POLL_S = 5.0

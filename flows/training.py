@@ -30,6 +30,7 @@ from prefect_torch.tasks.options.run_form import PathObject, WithoutNull, none_i
 from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 from prefect_torch.tasks.prefect_api.final_state import completed
+from prefect_torch.tasks.prefect_api.flow_run import current_flow_run
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
 from prefect_torch.tasks.rank.user_code.function import pack_function
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -42,7 +43,7 @@ from .interruptions import interruptible
 from .leading import lead_training, set_terminated_state
 from .monitoring.console import console_progress
 from .monitoring.events.observer import EventObserver
-from .monitoring.messages import LocationObserver, current_flow_run, flow_run_name, portable_storage, tag_of
+from .monitoring.messages import LocationObserver, flow_run_name, portable_storage, tag_of
 from .monitoring.notebook_cell import notebook_progress
 from .monitoring.pages.machine import GpuMonitor, describe_machine
 from .monitoring.pages.observer import PageObserver

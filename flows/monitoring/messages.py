@@ -1,12 +1,9 @@
 """Texts about a training in Prefect's list of runs and at the terminal: its name, the location of its checkpoints."""
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from prefect.blocks.core import Block
-from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect_torch.ckpt import StorageSpec
 from prefect_torch.ckpt.reporting.events import CommitEvent, ReportEvent
@@ -17,14 +14,15 @@ from prefect_torch.ckpt.storage.specs.location import is_block_slug
 from prefect_torch.ckpt.text import as_command, encodable
 from prefect_torch.flows.monitoring.restarted import Restart
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.prefect_api.flow_run import current_flow_run
 from prefect_torch.tasks.run_logs import get_run_logger
 from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted, TrainingEvent
 
+from .temporary_storage import warn_of_temporary_storage
+
 _TAG = "run:"
 _MEMORY = "memory://"
-# The directory that Prefect makes for a flow run: its process worker without the job variable working_dir, and in containers.
-_OF_FLOW_RUN = re.compile(r"tmp\w{8}prefect|prefect-flow-run-\w+")
 
 
 def flow_run_name() -> str:
@@ -54,14 +52,6 @@ def _parameters() -> dict[str, Any]:
     return context.parameters or {}
 
 
-def current_flow_run() -> FlowRun:
-    """Return the flow run of this thread as it was when it began."""
-    context = FlowRunContext.get()
-    assert context is not None, "this is called within a flow run"
-    assert context.flow_run is not None
-    return context.flow_run
-
-
 def tag_of(run: str) -> str:
     """Return the tag by which the flow runs of a training are found."""
     return f"{_TAG}{run}"
@@ -80,16 +70,6 @@ def describe_location(what: str, run: Run, run_config: RunConfig) -> str:
     shown = given if isinstance(given, str) else portable_storage(run_config, run.spec)
     command = "" if shown.startswith(_MEMORY) else f"; see: {as_command('show', shown, run.name)}"
     return f"{what} are in {run.path}{command}"
-
-
-def warn_of_temporary_storage(run: Run) -> None:
-    """Warn if the run is in the temporary directory of its flow run, as a relative path is after a `git_clone` step."""
-    if any(_OF_FLOW_RUN.fullmatch(part) for part in Path(run.path).parts):
-        get_run_logger().warning(
-            "%s is in a temporary directory, which Prefect deletes when this process ends: give RunConfig(storage=...) a URL "
-            "or an absolute path, in containers that of a volume, or in a pool of processes the job variable working_dir",
-            run.path,
-        )
 
 
 def portable_storage(run_config: RunConfig, storage: StorageSpec) -> str:
@@ -120,7 +100,7 @@ class LocationObserver:
         self.has_begun = False
         self._has_checkpoint = self._has_completed = self._has_reported = False
         self._resumed_from: str | None = None
-        self._run = job.store
+        self._run, self._run_config = job.store, job.run_config
         self._text = describe_location(f"checkpoints of run {job.run!r}", self._run, job.run_config)
 
     def observe(self, event: TrainingEvent) -> None:
@@ -130,7 +110,7 @@ class LocationObserver:
         if isinstance(event, AttemptStarted):
             get_run_logger().info("attempt %d: %s", event.attempt.number, "; ".join(self._of_start(event)))
             if not self.has_begun:
-                warn_of_temporary_storage(self._run)
+                warn_of_temporary_storage(self._run, self._run_config)
             self.has_begun, self._has_reported, self._resumed_from = True, False, event.resumed_from
         self._has_reported |= isinstance(event, ReportEvent)
         self._has_completed = isinstance(event, AttemptEnded) and event.outcome.is_done

@@ -129,9 +129,15 @@ def find_end_before_rerun(flow_run_id: str) -> str | None:
     return str(max(ended, key=lambda state: state.timestamp).id) if ended else None
 
 
+def current_flow_run() -> FlowRun:
+    """Return the flow run of this thread as it was when it began."""
+    context = FlowRunContext.get()
+    assert context is not None, "this is called within a flow run"
+    assert context.flow_run is not None
+    return context.flow_run
+
+
 def has_run_before() -> bool:
     """Return whether the current flow run has had another process: Prefect's count leaves out those that were suspended."""
-    context = FlowRunContext.get()
-    assert context is not None
-    assert context.flow_run is not None
-    return context.flow_run.run_count > 1 or bool(context.flow_run.empirical_policy.pause_keys)
+    this = current_flow_run()
+    return this.run_count > 1 or bool(this.empirical_policy.pause_keys)

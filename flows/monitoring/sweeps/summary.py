@@ -6,19 +6,15 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.text import show_count
-from prefect_torch.flows.monitoring.messages import (
-    current_flow_run,
-    describe_location,
-    portable_storage,
-    tag_of,
-    warn_of_temporary_storage,
-)
+from prefect_torch.flows.monitoring.messages import describe_location, portable_storage, tag_of
+from prefect_torch.flows.monitoring.temporary_storage import warn_of_temporary_storage
 from prefect_torch.flows.monitoring.text import show_number
 from prefect_torch.flows.sweeps.definition import Definition
 from prefect_torch.flows.sweeps.journal.history import History, score_of
 from prefect_torch.flows.sweeps.schedulers.scheduling import WITH_RUNGS
 from prefect_torch.flows.sweeps.search import Search
 from prefect_torch.tasks import RunConfig
+from prefect_torch.tasks.prefect_api.flow_run import current_flow_run
 from prefect_torch.tasks.run_logs import get_run_logger
 
 from .observer import SweepObserver
@@ -41,7 +37,7 @@ def show_sweep(run: Run, definition: Definition, search: Search, given: RunConfi
     with get_client(sync_client=True) as client:
         client.update_flow_run(this.id, tags={*this.tags, tag_of(run.name)})
     get_run_logger().info("%s", describe_location(f"trials of sweep {run.name!r}", run, given))
-    warn_of_temporary_storage(run)
+    warn_of_temporary_storage(run, given)
     has_rungs = search.search_config.scheduler in WITH_RUNGS
     context = SweepContext(portable_storage(given, run.spec), search.num_trials, has_rungs)
     table = TrialTable.at_terminal(search.num_trials, has_rungs=has_rungs)

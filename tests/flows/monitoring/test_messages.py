@@ -17,7 +17,7 @@ from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.flows import Result, RunConfig, train
-from prefect_torch.flows.monitoring import messages
+from prefect_torch.flows.monitoring import messages, temporary_storage
 from prefect_torch.flows.monitoring.messages import LocationObserver
 from prefect_torch.flows.result import summarize
 from prefect_torch.tasks import run_logs
@@ -107,7 +107,8 @@ def test_a_resumed_training_that_reports_nothing_is_warned_of(
     ],
 )
 def test_a_storage_that_prefect_deletes_with_the_flow_run_is_warned_of(tmp_path, monkeypatch, caplog, folder, warnings):
-    monkeypatch.setattr(messages, "get_run_logger", lambda: logging.getLogger("of-a-run"))
+    for module in (messages, temporary_storage):
+        monkeypatch.setattr(module, "get_run_logger", lambda: logging.getLogger("of-a-run"))
     observer = LocationObserver(job_in(tmp_path / folder))
     for number in (1, 2):
         observer.observe(
