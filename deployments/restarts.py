@@ -193,8 +193,20 @@ def end_restarts(trained: str, *, is_served: bool) -> None:
 
 def restarted_in_pools(client: SyncPrefectClient) -> list[str]:
     """Return the names of the resumers that run in work pools, which are named after what they restart."""
+    return [resumer.name for resumer in _resumers_in_pools(client)]
+
+
+def restarted_behind_limits(client: SyncPrefectClient) -> list[str]:
+    """Return those of `restarted_in_pools` whose work queue has a concurrency limit by now; one request per queue."""
+    resumers = _resumers_in_pools(client)
+    queues = {resumer.work_queue_id for resumer in resumers if resumer.work_queue_id is not None}
+    limited = {queue for queue in queues if client.read_work_queue(queue).concurrency_limit is not None}
+    return [resumer.name for resumer in resumers if resumer.work_queue_id in limited]
+
+
+def _resumers_in_pools(client: SyncPrefectClient) -> list[DeploymentResponse]:
     resumers = read_pages(client.read_deployments, flow_filter=FlowFilter(name=FlowFilterName(any_=[resume.name])))
-    return [resumer.name for resumer in resumers if resumer.work_pool_name is not None]
+    return [resumer for resumer in resumers if resumer.work_pool_name is not None]
 
 
 def _or_pending(pending: timedelta | None) -> str:

@@ -124,6 +124,22 @@ def test_no_deployment_of_prefect_yaml_needs_a_lease(entry):
     assert entry["work_pool"]["work_queue_name"] != "default"
 
 
+def test_what_resumes_is_named_once_its_queue_has_a_limit(client):
+    """A flow run whose machine vanished kept the only slot, and its resumer waited for it for ever."""
+
+    def deploy_again():
+        deploy("crowded", "my_training:train_fn", work_pool="crowded-pool", work_queue="crowded", max_restarts=1)
+        return [it for it in check_api() if it.check == "queues" and "train-crowded" in it.found]
+
+    create_work_pool("crowded-pool", "process")
+    assert deploy_again() == []
+    queue = client.read_work_queue_by_name("crowded", work_pool_name="crowded-pool")
+    client.update_work_queue(queue.id, concurrency_limit=1)
+    (told,) = (it for it in check_api() if it.check == "queues")
+    assert (told.status, "train-crowded" in told.found) == ("warning", True)
+    assert deploy_again() == []
+
+
 def test_what_resumes_does_not_wait_for_the_place_of_what_it_resumes(client):
     create_work_pool("limited-pool", "process")
     deployment_id = deploy("queued", "my_training:train_fn", work_pool="limited-pool")

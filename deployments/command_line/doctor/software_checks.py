@@ -101,7 +101,7 @@ def check_api() -> Iterator[Finding]:
     try:
         with get_client(httpx_settings={"timeout": _API_TIMEOUT_S}, sync_client=True) as client:
             client.read_flows(limit=1)
-            deployed = [*_check_limits(client), *_check_restarts(client)]
+            deployed = [*_check_limits(client), *_check_restarts(client), *_check_queues(client)]
     except Exception as exc:  # noqa: BLE001 - with any error the API cannot be used
         advice = (
             "start it (prefect server start), correct PREFECT_API_URL, or log in (PREFECT_API_AUTH_STRING, prefect cloud login)"
@@ -140,6 +140,19 @@ def _check_restarts(client: "SyncPrefectClient") -> Iterator[Finding]:
         f"outage ends more than {remembered.total_seconds():g} s after the death would have been noticed"
     )
     yield Finding("restarts", "warning", found, "start the server with PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER=P1D")
+
+
+def _check_queues(client: "SyncPrefectClient") -> Iterator[Finding]:
+    """Yield a warning if what restarts flow runs has to wait for a slot that a dead one may keep."""
+    from prefect_torch.deployments.restarts import restarted_behind_limits  # noqa: PLC0415 - seconds, for doctor only
+
+    if waiting := sorted(restarted_behind_limits(client)):
+        found = (
+            f"what restarts flow runs waits in a work queue with a concurrency limit, for {show_some(waiting)}: one that died "
+            "silently keeps its slot there until it begins"
+        )
+        advice = "deploy them, or call resume_crashed, again: it then waits in the pool's default queue, which is to have none"
+        yield Finding("queues", "warning", found, advice)
 
 
 def _api_url() -> str | None:
