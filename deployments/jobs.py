@@ -14,6 +14,9 @@ from prefect_torch.tasks.prefect_api.work_pools import default_of, has_variable
 from .server_settings import CANCELLATION_LIMIT, longest_cancellation_s
 
 _WORKERS_GIVE_S = 30.0  # of process workers, after a cancellation
+_RESERVED = ("cpu", "memory")
+_NODES = "node_selector"
+_OF_IMAGE = ("kubernetes.io/arch", "kubernetes.io/os")  # labels of the nodes that can run it
 _NAME_AN_IMAGE = ("image", "task_definition_arn")  # the second in ECS
 
 
@@ -38,6 +41,29 @@ def job_variables_for(pool: WorkPool, scaling: ScalingConfig, run: RunConfig, gi
         are_named = "gpu_ids" in given and has_variable(pool, "gpu_ids")  # Docker takes their number or their names
         is_here = scaling.use_gpu and scaling.cluster is None
         variables["num_gpus"] = scaling.most_workers if is_here and not are_named else 0
+    return variables
+
+
+def variables_of_resumer(pool: WorkPool, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the jobs that restart a training, which take seconds: its own, without a GPU.
+
+    In Kubernetes, also without what only the node of a training may have: another such node may have to be awaited or booted.
+
+    Args:
+        pool: The work pool of both.
+        trained: The job variables of the training's deployment.
+
+    """
+    variables = dict(trained)
+    if has_variable(pool, "num_gpus"):
+        variables["num_gpus"] = 0
+    for resource in _RESERVED:
+        request, limit = f"{resource}_request", f"{resource}_limit"
+        if has_variable(pool, request) and any(trained.get(name) or default_of(pool, name) for name in (request, limit)):
+            variables[request] = "0"  # left out, it is the limit
+    selected = trained.get(_NODES) or default_of(pool, _NODES)
+    if isinstance(selected, dict) and selected:  # and not the name of a variable of Prefect
+        variables[_NODES] = {label: value for label, value in selected.items() if label in _OF_IMAGE}
     return variables
 
 

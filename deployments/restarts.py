@@ -23,9 +23,9 @@ from prefect_torch.flows.monitoring.text import show_duration
 from prefect_torch.tasks.prefect_api.deployments import read_deployment
 from prefect_torch.tasks.prefect_api.outage import is_key_refused
 from prefect_torch.tasks.prefect_api.paging import read_pages
-from prefect_torch.tasks.prefect_api.work_pools import has_variable
 
 from .automations import create_or_update, name_of, to_run
+from .jobs import variables_of_resumer
 from .resumers import start_resumers
 from .resuming import resume
 from .run_directory import begin_in_place
@@ -50,9 +50,10 @@ def resume_crashed(
     Also if a worker has taken a flow run, and vanishes before that begins: Prefect leaves it Pending for ever.
 
     Creates or updates one automation, "Resume <flow>/<name>", and the deployment "resume/<flow>-<name>" in the same work pool,
-    in its default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU: each reads the
-    state of the flow run again, so that none is run twice, while it is alive, or after it ended normally between two
-    heartbeats. A run without a name continues under its generated name.
+    in its default queue if the deployment's own has a concurrency limit. Its flow runs take seconds and no GPU, and in
+    Kubernetes reserve neither CPUs nor memory, on any node that can run the image: each reads the state of the flow run again,
+    so that none is run twice, while it is alive, or after it ended normally between two heartbeats. A run without a name
+    continues under its generated name.
 
     Args:
         deployment: "flow/deployment", or its id. A served deployment is resumed by `serve(..., max_restarts=n)`.
@@ -89,10 +90,7 @@ def resume_in_pool(
                 f"deployment {trained.name!r} has no work pool in which its resumer could run: "
                 "serve it with serve(..., max_restarts=n), or deploy it to a work pool"
             )
-        job_variables = dict(trained.job_variables or {})
         pool = client.read_work_pool(trained.work_pool_name)
-        if has_variable(pool, "num_gpus"):
-            job_variables["num_gpus"] = 0
         work_queue_name = _unlimited_queue(client, trained, pool)
     if begins_within is None and pool.type in WAIT_FOR_NO_MACHINE:
         begins_within = _PENDING
@@ -100,7 +98,7 @@ def resume_in_pool(
         warn_of_lost_lease(trained.name)
     resumer = make_resumer(name_of(trained))
     resumer.work_pool_name, resumer.work_queue_name = trained.work_pool_name, work_queue_name
-    resumer.job_variables = job_variables
+    resumer.job_variables = variables_of_resumer(pool, trained.job_variables or {})
     begin_in_place(resumer, pool)
     return resume_by(resumer, trained, max_restarts, within, begins_within, made_by=made_by)
 

@@ -351,6 +351,23 @@ def test_restarts_are_looked_after_in_the_same_work_pool_without_a_gpu(client):
     assert automation.actions[0].parameters["max_restarts"] == 5
 
 
+@pytest.mark.parametrize("are_defaults", [False, True])
+def test_restarts_need_no_node_as_large_as_that_of_the_training(client, are_defaults):
+    """The node was what was lost: the run's name was busy until there was another."""
+    arch, gpu = {"kubernetes.io/arch": "amd64"}, {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    given = {"node_selector": {**arch, **gpu}, "memory_request": "500Gi", "cpu_limit": "64"}
+    create_work_pool("large-pool", "kubernetes", image="i:1", **(given if are_defaults else {}))
+    variables = {"finished_job_ttl": 9, **({} if are_defaults else given)}
+    deploy("large", "my_training:train_fn", run=ON_S3, work_pool="large-pool", job_variables=variables, max_restarts=1)
+    assert client.read_deployment_by_name("resume/train-large").job_variables == {
+        **variables,
+        "num_gpus": 0,
+        "node_selector": arch,
+        "memory_request": "0",
+        "cpu_request": "0",
+    }
+
+
 def test_a_deployment_is_planned_with_its_work_pool(tmp_path, command, as_json):
     (tmp_path / "store").mkdir()
     options = {
