@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -162,6 +164,42 @@ def _is_in(code, text):
     words = text.split(" ")
     halves = ((" ".join(words[:it]), " ".join(words[it:])) for it in range(len(words)))
     return any(first in code and second in code for first, second in halves)
+
+
+WORKER = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # other tests may have left it ignored, or blocked, for what this process starts
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+while True:  # as a worker that is given another flow run whenever one has ended
+    engine = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "-m", "prefect.engine"])
+    print("begun", flush=True)
+    engine.wait()
+"""
+
+
+@pytest.mark.skipif(shutil.which("pkill") is None, reason="needs procps")
+def test_a_worker_takes_nothing_while_its_unit_ends_its_flows(tmp_path):
+    (line,) = re.findall(r"^ExecStop=(.*)", PAGES["how-to/crash-recovery.md"], re.MULTILINE)
+    (tmp_path / "worker.py").write_text(WORKER)
+    worker = subprocess.Popen(
+        [sys.executable, str(tmp_path / "worker.py")], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    for name in ("pkill", "pgrep"):  # of this worker's session alone: other tests run flows, too
+        (tmp_path / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} --session {worker.pid} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAINPID": str(worker.pid)}
+    try:
+        assert worker.stdout.readline() == "begun\n"
+        subprocess.run(shlex.split(line), env=environment, check=True, timeout=60)
+        worker.terminate()
+        worker.send_signal(signal.SIGCONT)
+        assert worker.wait(60) == -signal.SIGTERM
+        assert worker.stdout.read() == ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        worker.stdout.close()
+        worker.wait(60)
 
 
 @pytest.mark.parametrize("code", BLOCKS)
