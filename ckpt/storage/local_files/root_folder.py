@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar, final
+from typing import Literal, NoReturn, TypeVar, final
 
 T = TypeVar("T")
 
@@ -224,27 +224,37 @@ class RootFolder:
                 return self.open([*self._inside(link), *names[number + 1 :]], make=make)
         return way
 
-    def open_own(self, names: Sequence[str]) -> Way:
-        """Open the directory that `names` lead to, for a deletion: of the names, only the first one, a run's, may be a link.
+    def open_own(self, names: Sequence[str], *, make: bool = False) -> Way:
+        """Open the directory that `names` lead to, for a change: of the names, only the first one, a run's, may be a link.
 
         A link below it, as an unpacked archive may hold, can lead to another run.
 
+        Args:
+            names: As in `open`.
+            make: As in `open`.
+
         Raises:
-            FileNotFoundError: If it does not exist.
+            FileNotFoundError: If it does not exist, and is not made.
             NotADirectoryError: If it is no directory.
             PermissionError: If a link leads to it from below the first name, or leads out, with its target.
 
         """
-        way = self.open(names[:1])
+        way = self.open(names[:1], make=make)
         for name in names[1:]:
-            link = self._enter(way, name, make=False)
+            link = self._enter(way, name, make=make)
             if link is not None:
-                with self.open(self._inside(link)):  # else nothing is there to delete
-                    raise PermissionError(
-                        f"{link} is a link to {os.path.realpath(link)}, and no deletion follows a link below a run's "
-                        "directory: remove it"
-                    )
+                self._refuse(link, make=make)
         return way
+
+    def _refuse(self, link: Path, *, make: bool) -> NoReturn:
+        inside = self._inside(link)
+        if not make:
+            with self.open(inside):  # else nothing is there to delete
+                pass
+        raise PermissionError(
+            f"{link} is a link to {os.path.realpath(link)}, and nothing is written or deleted through a link below a run's "
+            "directory: remove it"
+        )
 
     def _enter(self, way: Way, name: str, *, make: bool) -> Path | None:
         """Enter a directory; for a link in its place, close `way` and return the link's path."""
@@ -263,14 +273,14 @@ class RootFolder:
         return None
 
     def make(self, folder: str) -> Way:
-        """Open the directory at a "/"-joined path below the root, and create it if it is missing.
+        """Open the directory at a "/"-joined path below the root, as `open_own` does, and create it if it is missing.
 
         Raises:
             NotADirectoryError: If it is no directory.
-            PermissionError: If a link leads out, with its target.
+            PermissionError: If a link leads to it from below the first name, or leads out, with its target.
 
         """
-        return despite_deletes(lambda: self.open(folder.split("/") if folder else [], make=True))
+        return despite_deletes(lambda: self.open_own(folder.split("/") if folder else [], make=True))
 
     def reach(self, key: str) -> tuple[Way, str]:
         """Return the open directory of the file at `key`, and its name there, which is no link.

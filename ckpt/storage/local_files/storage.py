@@ -30,8 +30,8 @@ class LocalStorage:
     (https://lwn.net/Articles/457667/). Works on any filesystem that all ranks mount, NFS among them.
 
     Nothing outside of `root` is read, written or deleted: if a link below it leads out, every verb raises PermissionError
-    with the target; a listing leaves such links out. A link that stays inside is followed, by a deletion only in the place of
-    the first name, a run's. `root` itself may be a link.
+    with the target; a listing leaves such links out. A link that stays inside is followed, by a put and a deletion only in the
+    place of the first name, a run's. `root` itself may be a link.
     """
 
     def __init__(self, root: Path) -> None:
@@ -280,7 +280,7 @@ class LocalStorage:
         """Create a file, and its directories."""
 
         def create() -> tuple[Way, io.FileIO]:
-            way = self._root.open(folders, make=True)
+            way = self._root.open_own(folders, make=True)
             try:
                 return way, way.open(name, "xb")
             except BaseException:

@@ -62,6 +62,7 @@ from storage_contract import PartialWrites, StorageContract, WholeWritesContract
 
 VERBS = {
     "put_file": lambda storage, key, folder: storage.put_file(key, folder / "in"),
+    "put_files": lambda storage, key, folder: storage.put_files({key: folder / "in"}),
     "put_bytes": lambda storage, key, folder: storage.put_bytes(key, b"ours"),
     "put_buffers": lambda storage, key, folder: storage.put_buffers(key, [memoryview(b"ours")]),
     "get_file": lambda storage, key, folder: storage.get_file(key, folder / "out"),
@@ -348,16 +349,18 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         storage.delete(["alias/x", "alias/y"])
         assert list(storage.list("")) == []
 
-    @pytest.mark.parametrize("verb", ["delete", "remove_interrupted"])
-    def test_no_deletion_follows_a_link_below_the_first_name(self, storage, raw_keys, tmp_path, verb):
+    @pytest.mark.parametrize("verb", ["put_file", "put_files", "put_bytes", "put_buffers", "delete", "remove_interrupted"])
+    def test_no_put_and_no_deletion_follows_a_link_below_the_first_name(self, storage, raw_keys, tmp_path, verb):
         for key in ("other/id/x", "run/x"):
             storage.put_bytes(key, b"1")
+        (tmp_path / "in").write_bytes(b"ours")
         (tmp_path / "store/other/id/.tmp-0123456789abcdef").write_bytes(b"half")
         (tmp_path / "store/run/sub").symlink_to("../other")
         before = raw_keys()
-        with pytest.raises(PermissionError, match=r"store/run/sub is a link to .*/store/other, and no deletion follows"):
+        with pytest.raises(PermissionError, match=r"store/run/sub is a link to .*/store/other, and nothing is written or"):
             VERBS[verb](storage, "run/sub/id/x", tmp_path)
         assert raw_keys() == before
+        assert storage.get_bytes("other/id/x") == b"1"
         storage.delete(["run/sub"])
         assert not (tmp_path / "store/run/sub").is_symlink()
 

@@ -103,13 +103,14 @@ def test_where_nothing_may_be_deleted_the_former_version_stays(project, spec, mo
     assert sorted(run.keys("run/code/")) == sorted(version.stored.key_for(run) for version in versions)
 
 
-def test_storing_it_deletes_nothing_of_another_run_to_which_a_link_leads(project, tmp_path):
+def test_storing_it_changes_nothing_of_another_run_to_which_a_link_leads(project, tmp_path):
     run, other = (Run.open(StorageSpec(str(tmp_path / "store")), name) for name in ("run", "other"))
     other.storage.put_bytes(other.layout.run_info, b"{}")
     run.storage.put_bytes(run.layout.run_info, b"{}")
     (tmp_path / "store/run/code").symlink_to("../other")
-    pack_directory(str(project), str(tmp_path / "store")).store(run)
-    assert other.storage.get_bytes(other.layout.run_info) == b"{}"
+    with pytest.raises(PermissionError, match=r"store/run/code is a link to .*/store/other, and nothing is written"):
+        pack_directory(str(project), str(tmp_path / "store")).store(run)
+    assert other.keys("other/") == [other.layout.run_info]
 
 
 def test_an_evaluation_leaves_the_code_to_another_of_its_name_that_is_about_to_begin(project, spec):

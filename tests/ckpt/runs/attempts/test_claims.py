@@ -76,19 +76,24 @@ def test_the_number_of_a_claim_that_was_deleted_is_not_used_again(store, left):
 
 @pytest.mark.parametrize("sweep", ["", "sweep/"])
 def test_a_run_whose_name_differs_from_anothers_in_case_alone_is_not_that_run(tmp_path, monkeypatch, sweep):
-    """As on CIFS, exFAT or APFS, where the second name finds the first directory; a link is the user's own."""
+    """As on CIFS, exFAT or APFS, where the second name finds the first directory."""
     names = (f"{sweep}trial-0001-0000000a", f"{sweep}trial-0001-0000000A") if sweep else ("digits", "Digits")
     one, other = (Run(LocalStorage(tmp_path), Layout(name), StorageSpec(str(tmp_path))) for name in names)
     claim_attempt(one, Owner.current(), world_size=1)
-    claim_attempt(one, Owner.current(), world_size=1)
     (tmp_path / other.name).symlink_to(tmp_path / one.name)
-    claim_attempt(other, Owner.current(), world_size=1)
     listed = Path.iterdir
     monkeypatch.setattr(Path, "iterdir", lambda path: (it for it in listed(path) if it != tmp_path / other.name))
     with pytest.raises(ValueError, match=f"would be the run {tmp_path}/{one.name}, since case is ignored there"):
         claim_attempt(other, Owner.current(), world_size=1)
-    assert [attempt.number for attempt in list_attempts(one)] == [1, 2, 3]
+    assert [attempt.number for attempt in list_attempts(one)] == [1]
     claim_attempt(one, Owner.current(), world_size=1)
+
+
+def test_a_run_whose_directory_is_a_link_of_the_user_is_what_it_leads_to(tmp_path):
+    one, other = (Run(LocalStorage(tmp_path), Layout(name), StorageSpec(str(tmp_path))) for name in ("digits", "Digits"))
+    claim_attempt(one, Owner.current(), world_size=1)
+    (tmp_path / "Digits").symlink_to("digits")
+    assert claim_attempt(other, Owner.current(), world_size=1).number == 2
 
 
 def test_a_new_lineage_begins_only_where_it_is_not_given(store):
