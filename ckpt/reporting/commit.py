@@ -20,7 +20,7 @@ from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.local_files.names import find_kept_as_one
 from prefect_torch.ckpt.storage.machine.mounts import shared_mount_of
 from prefect_torch.ckpt.storage.protocol import Transfer
-from prefect_torch.ckpt.storage.sizes import OtherSizeError, wait_for_sizes
+from prefect_torch.ckpt.storage.sizes import OtherSizeError, find_other_size, wait_for_sizes
 from prefect_torch.ckpt.storage.specs.location import is_one_place
 from prefect_torch.ckpt.storage.synced.transport import Transport
 from prefect_torch.ckpt.text import utc_now
@@ -234,32 +234,40 @@ def write_manifest(run: Run, job: CommitJob, parts: Sequence[RankPart]) -> Manif
         timings=_timings(staged, parts, all_stored_s),
     )
     data = manifest.encode()
-    _put_last(run, job.claim, key, data)
+    _put_last(run, job, key, manifest, data)
     if has_to_be_asked:
         _check_committed(run, job.claim, key, len(data))
     return manifest
 
 
-def _put_last(run: Run, claim: str, key: str, data: bytes) -> None:
+def _put_last(run: Run, job: CommitJob, key: str, manifest: Manifest, data: bytes) -> None:
     """Commit, unless a newer attempt owns the run, which is looked for again if the manifest took long.
 
     A storage was away, or this machine slept. A newer attempt may have deleted the data as garbage meanwhile, and would keep
-    the checkpoint for its score. It is not looked for after each commit: that attempt may be restoring this checkpoint if it
-    was there in time.
+    the checkpoint for its score. A whole checkpoint stays: it was perhaps there in time, and that attempt restores it.
 
     Raises:
-        FencedError: If a newer attempt owns the run; then there is no checkpoint.
+        FencedError: If a newer attempt owns the run.
 
     """
-    check_fence(run, claim)
+    check_fence(run, job.claim)
     looked_s = time.time()  # which goes on while a machine sleeps
     run.storage.put_bytes(key, data)  # last: this is the commit
     if time.time() - looked_s > _LOOKED_S:
         try:
-            check_fence(run, claim)
+            check_fence(run, job.claim)
         except FencedError:
-            run.storage.delete([key])
+            if not _has_data(run, job, manifest):
+                run.storage.delete([key])
             raise
+
+
+def _has_data(run: Run, job: CommitJob, manifest: Manifest) -> bool:
+    """Return whether the files of a checkpoint are there; of a synced directory, those of this machine."""
+    is_synced = Transport.of(run.spec.options) is not None
+    folder = run.layout.data(manifest.id)
+    here = [entry for entry in manifest.files if entry.rank < job.num_here or not is_synced]
+    return find_other_size(run.storage, folder, {f"{folder}{entry.path}": entry.bytes for entry in here}) is None
 
 
 def _check_committed(run: Run, claim: str, key: str, expected: int) -> None:

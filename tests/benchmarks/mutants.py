@@ -293,7 +293,7 @@ MUTANTS = [
         "tests/ckpt/reporting/test_timings.py tests/ckpt/reporting/test_reports.py",
         ('{"stall_s": max(', '{"stall_s": min('),
         ("max(all_stored_s, *(part.stored_s for part in parts))", "all_stored_s"),
-        ("check_fence(run, claim)\n    looked_s", "pass\n    looked_s"),
+        ("check_fence(run, job.claim)\n    looked_s", "pass\n    looked_s"),
     ),
     *mutants_of(
         "tasks/rank/failures.py",

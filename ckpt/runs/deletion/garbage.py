@@ -183,6 +183,8 @@ def _delete_data(run: Run, data: Mapping[str, Collection[str]], garbage: Iterabl
             if _is_kept(run, checkpoint_id) or is_read(run.storage, data[checkpoint_id]):
                 continue
             run.storage.delete([run.layout.metadata(checkpoint_id), *without_targets(run, data[checkpoint_id])])
+            if run.exists(checkpoint_id):  # a slow commit saw the data still there, before this deletion ended
+                run.storage.delete([run.layout.manifest(checkpoint_id)])
             deleted.append(checkpoint_id)
             _logger.info("removed the data of checkpoint %s of run %r, which was never committed", checkpoint_id, run.name)
     return deleted

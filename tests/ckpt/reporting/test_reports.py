@@ -39,6 +39,7 @@ from prefect_torch.ckpt.reporting.rank_part import StagedReport
 from prefect_torch.ckpt.reporting.rounds import Rounds
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
+from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
 from prefect_torch.ckpt.runs.layout import Layout
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.machine import mounts
@@ -818,7 +819,7 @@ def test_an_overtaken_attempt_cannot_commit(store, tmp_path):
 
 
 class Slept(MemoryStorage):
-    """Stores a manifest only `slept_s` after it was asked to; another attempt has begun meanwhile."""
+    """Stores a manifest only `slept_s` after it was asked to; another attempt has begun, and collected garbage, meanwhile."""
 
     def __init__(self, monkeypatch, slept_s):
         super().__init__()
@@ -827,19 +828,41 @@ class Slept(MemoryStorage):
 
     def put_bytes(self, key, data):
         if "/manifests/" in key:
-            claim_attempt(open_run(self), Owner.current(), world_size=1)
             self.now_s += self.slept_s
+            self.sleep()
         super().put_bytes(key, data)
 
+    def sleep(self):
+        claim_attempt(open_run(self), Owner.current(), world_size=1)
+        collect_garbage(open_run(self))
 
-@pytest.mark.parametrize(("slept_s", "commits"), [(1, True), (3600, False)])
-def test_a_commit_that_took_long_is_withdrawn_if_the_attempt_was_overtaken_meanwhile(tmp_path, monkeypatch, slept_s, commits):
-    """Its data may be gone as garbage; without them its score alone would keep it, and drop another checkpoint."""
+
+@pytest.mark.parametrize(("slept_s", "commits"), [(1, True), (4000, False)])
+def test_a_commit_that_took_long_is_withdrawn_if_its_data_were_collected_meanwhile(tmp_path, monkeypatch, slept_s, commits):
+    """Its score alone would keep it, and drop another checkpoint."""
     store = open_run(Slept(monkeypatch, slept_s))
     session = Attempt(store).session()
     with nullcontext() if commits else pytest.raises(FencedError, match="overtaken by attempt 2"):
         session.report({}, folder(tmp_path / "c", model="x"))
     assert len(store.list()) == commits
+
+
+class Unanswered(Slept):
+    """Stores a manifest at once, and answers `slept_s` later."""
+
+    def put_bytes(self, key, data):
+        MemoryStorage.put_bytes(self, key, data)
+        super().put_bytes(key, data)
+
+
+def test_a_commit_that_took_long_stays_if_it_was_there_before_the_attempt_was_overtaken(tmp_path, monkeypatch):
+    """The newer attempt has perhaps restored it."""
+    store = open_run(Unanswered(monkeypatch, 4000))
+    session = Attempt(store).session()
+    with pytest.raises(FencedError, match="overtaken by attempt 2"):
+        session.report({}, folder(tmp_path / "c", model="x"))
+    (committed,) = store.list()
+    store.verify(committed)
 
 
 def test_an_attempt_whose_run_was_deleted_and_begun_again_commits_nothing(store, tmp_path):

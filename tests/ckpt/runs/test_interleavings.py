@@ -1,10 +1,11 @@
 """Two leaders of one run, interleaved at every storage operation: an old one that does not know, and the one after it."""
 
 import math
+import time
 from collections import Counter
 from datetime import datetime, timezone
 from functools import partial
-from itertools import product
+from itertools import chain, count, product, repeat
 from typing import NamedTuple
 
 import pytest
@@ -163,6 +164,40 @@ def test_whoever_claims_last_owns_the_run_and_what_was_reported_before_is_not_lo
     assert second.committed[0] == restored + 1
     assert first.fenced == (len(first.committed) < 3)
     assert len(store.list()) <= 2  # the newest, and what is restored
+
+
+@pytest.fixture
+def quick_clock(monkeypatch):
+    """Let half an hour pass at each look at the clock."""
+    ticks = count(NOW.timestamp(), 1800.0)
+    monkeypatch.setattr(time, "time", lambda: next(ticks))
+
+
+@pytest.mark.usefixtures("quick_clock")
+def test_what_a_successor_restores_is_never_withdrawn_however_long_the_commit_took(tmp_path):
+    """The first is paused after each of its operations, and goes on after each of those of its successor."""
+    ends = Counter()
+    for paused_after, resumed_after in product(range(30), range(30)):
+        plain, turns = MemoryStorage(), Turns()
+        store = CheckpointStore(plain, Layout("run"), StorageSpec(plain.url))
+        leaders = {name: Leader(OneAtATime(plain, turns), tmp_path, name, reports=1) for name in "ab"}
+        order = chain("a" * paused_after, "b" * resumed_after, repeat("a"))
+        for name, leader in leaders.items():
+            turns.start(name, leader)
+        while waiting := turns.waiting():
+            name = next(order)
+            turns.give(name if name in waiting else waiting[0])
+            committed_by = {manifest.attempt for manifest in store.list()}
+            for attempt in (leader.attempt for leader in leaders.values() if leader.attempt is not None):
+                if attempt.restored is not None and attempt.number not in committed_by:
+                    store.verify(store.committed(attempt.restored.id))
+        for manifest in store.list():
+            store.verify(manifest)
+        restored = leaders["b"].attempt.restored
+        ends[leaders["a"].fenced, restored is not None and restored.manifest.attempt == leaders["a"].attempt.number] += 1
+    assert ends[True, True] > 5
+    assert ends[True, False] > 5
+    assert ends[False, True] > 5
 
 
 class Starter:
