@@ -63,7 +63,7 @@ MUTANTS = [
         ("return is_of_same_flow_run and self != other", "return is_of_same_flow_run"),
         ("return started is None or self.started not in (None, started)", "return started is None"),
         ("return started is None or self.started not in (None, started)", "return started != self.started"),
-        ("return not is_alive(self.pid)", "return True"),
+        ("return not _exists(self.pid)", "return True"),
         ('None if state == b"Z" else int(fields[18])', "int(fields[18])"),
         ("if self.host not in (here, here.rpartition", "if False and self.host not in (here, here.rpartition"),
     ),

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from prefect_torch.ckpt.runs.records.fields import Count, Within
-from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 from prefect_torch.ckpt.text import printable
 
 
@@ -97,7 +96,7 @@ class Owner:
         try:
             started = _start_ticks(self.pid)
         except OSError:  # there is no such process, or no /proc, or it hides the processes of other users
-            return not is_alive(self.pid)
+            return not _exists(self.pid)
         return started is None or self.started not in (None, started)
 
 
@@ -105,6 +104,17 @@ def _host() -> str:
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     named = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
     return f"{named}/{namespace.stat().st_ino}" if namespace.exists() else named
+
+
+def _exists(pid: int) -> bool:
+    """Return whether a process of any user has the id `pid`."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def _start_ticks(pid: int) -> int | None:

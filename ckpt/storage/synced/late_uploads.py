@@ -2,18 +2,17 @@
 
 import logging
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 
 from prefect_torch.ckpt.errors import StorageError
-from prefect_torch.ckpt.storage.machine.process_ids import is_alive
+
+from .held_folders import HeldFolder
 
 _AFTER_FAILURE_S = 10.0
 _logger = logging.getLogger(__name__)
-_own_folders: set[Path] = set()  # of this process
 
 
 class LateUploads:
@@ -30,14 +29,16 @@ class LateUploads:
 
     def __init__(self, folder: Path, period_s: float, upload: Callable[[], None]) -> None:
         self._folder = folder
-        self._own = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
-        _own_folders.add(self._own)
         self._has_adopted = False
         self._period_s = period_s
         self._upload = upload
         self._keys: set[str] = set()
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
+
+    @cached_property
+    def _own(self) -> Path:
+        return HeldFolder.make(self._folder).path
 
     def add(self, keys: Iterable[str]) -> None:
         """Add `keys` to those that wait."""
@@ -64,12 +65,11 @@ class LateUploads:
 
     def _adopt(self) -> None:
         """Take the keys over that processes which have ended have left."""
-        for left in filter(_is_left, list(self._folder.glob("*-*"))):
-            # Another process may take them over, and delete them, at the same time: os.walk goes on, where rglob raises.
-            keys = {str(Path(place, name).relative_to(left)) for place, _, names in os.walk(left) for name in names}
+        for left in filter(None, map(HeldFolder.take, list(self._folder.glob("*-*")))):
+            keys = {str(Path(place, name).relative_to(left.path)) for place, _, names in os.walk(left.path) for name in names}
             self._mark(keys)
             self._keys.update(keys)
-            shutil.rmtree(left, ignore_errors=True)
+            left.remove()
 
     def _mark(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -93,9 +93,3 @@ class LateUploads:
             self._upload()
         except (StorageError, OSError, ValueError) as exc:  # the keys wait again, and the next commit uploads them
             _logger.warning("small objects could not be synced yet: %s", exc)
-
-
-def _is_left(folder: Path) -> bool:
-    """Return whether the process that had this directory has ended; in a container that starts again, the next has its id."""
-    pid = folder.name.partition("-")[0]
-    return folder not in _own_folders and pid.isdecimal() and (int(pid) == os.getpid() or not is_alive(int(pid)))

@@ -1,20 +1,19 @@
 """A directory of this machine as a storage: a command copies each put to a place that other machines reach."""
 
 import os
-import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 from prefect_torch.ckpt.storage.keys import check_key
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.ckpt.storage.machine.process_ids import is_alive
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Splits, Transfer
 
+from .held_folders import HeldFolder
 from .late_uploads import LateUploads
 from .transport import Transport
 
@@ -96,9 +95,10 @@ class SyncedStorage(LocalStorage):
         """Remove the leftovers of killed writers and uploaders."""
         super().remove_interrupted(prefix, older_than_s)
         for staged in (Path(self.url) / FOLDER).glob("*-*"):
-            with suppress(FileNotFoundError, ValueError):  # removed meanwhile, or not an uploader's directory
-                if staged.stat().st_mtime <= time.time() - older_than_s and not is_alive(int(staged.name.partition("-")[0])):
-                    shutil.rmtree(staged)
+            with suppress(FileNotFoundError):  # removed meanwhile
+                is_old = staged.stat().st_mtime <= time.time() - older_than_s
+                if is_old and (left := HeldFolder.take(staged)) is not None:
+                    left.remove()
 
     def download(self, run: str, folder: str = "") -> None:
         """Copy a run here from where it was uploaded; objects that are only here stay.
@@ -123,22 +123,27 @@ class SyncedStorage(LocalStorage):
     def _upload(self, keys: Iterable[str], small: Mapping[str, bytes] | None = None) -> None:
         """Upload objects of this directory, the waiting ones, and small objects that are not in it yet."""
         late = self._late.take()
-        staged = Path(self.url) / FOLDER / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            for key in {*keys, *late}:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    _link(self._path(key), staged / key)
-            for key, data in (small or {}).items():
-                (staged / check_key(key)).parent.mkdir(parents=True, exist_ok=True)
-                (staged / key).write_bytes(data)
-            if staged.exists():
-                self._transport.run_upload(f"{staged}/")
+            self._upload_now({*keys, *late}, small or {})
             self._late.uploaded(late)
         except BaseException:
             self._late.put_back(late)
             raise
+
+    def _upload_now(self, keys: Collection[str], small: Mapping[str, bytes]) -> None:
+        if not keys and not small:
+            return
+        staged = HeldFolder.make(Path(self.url) / FOLDER)
+        try:
+            for key in keys:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    _link(self._path(key), staged.path / key)
+            for key, data in small.items():
+                (staged.path / check_key(key)).parent.mkdir(parents=True, exist_ok=True)
+                (staged.path / key).write_bytes(data)
+            self._transport.run_upload(f"{staged.path}/")
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
+            staged.remove()
 
 
 def _link(path: Path, link: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -23,9 +24,8 @@ from prefect_torch.ckpt.runs.manifest import FileEntry, Manifest, new_id
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import ended_by
-from prefect_torch.ckpt.storage.synced import late_uploads
-from prefect_torch.ckpt.storage.synced import storage as synced_storage
 from prefect_torch.ckpt.storage.synced.first_download import download_missing, download_run
+from prefect_torch.ckpt.storage.synced.held_folders import HeldFolder
 from prefect_torch.ckpt.storage.synced.storage import FOLDER, SyncedStorage
 from prefect_torch.ckpt.storage.synced.transport import Transport, pickled_function
 from prefect_torch.tasks import SyncConfig
@@ -310,14 +310,27 @@ def test_metrics_are_uploaded_after_the_period_at_the_latest(tmp_path, importabl
     assert uploaded.wait(30)
 
 
-@pytest.mark.parametrize("pid", ["999999999", str(os.getpid())], ids=["another", "own"])
-def test_metrics_that_a_killed_process_left_are_uploaded_with_the_first_upload_of_the_next(tmp_path, monkeypatch, pid):
+def leave_late(here, key):
+    """Put an object that waits for an upload in a process that is killed then, and return the directory that it leaves."""
+    program = """if True:
+        import os, pickle, signal, sys
+        from prefect_torch.ckpt.storage.backends import open_spec
+        spec, key = pickle.load(sys.stdin.buffer)
+        open_spec(spec).put_bytes(key, b"{}")
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    ended = subprocess.run([sys.executable, "-c", program], input=pickle.dumps((here, key)), check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = (Path(here.url) / FOLDER).glob("late/*/*")
+    return left
+
+
+@pytest.mark.parametrize("pid", [None, os.getppid(), os.getpid()], ids=["its", "another's", "own"])
+def test_metrics_that_a_killed_process_left_are_uploaded_with_the_first_upload_of_the_next(tmp_path, pid):
+    """Whoever has its id now: in another container, or after a restart of its own, somebody else may."""
     here, key = spec(tmp_path / "here", tmp_path / "there"), "run/metrics/1.jsonl"
-    open_storage(here).put_bytes(key, b"{}")
-    monkeypatch.setattr(synced_storage, "_late", {})
-    monkeypatch.setattr(late_uploads, "_own_folders", set())
-    (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
-    own.rename(own.with_name(f"{pid}-{own.name.partition('-')[2]}"))
+    left = leave_late(here, key)
+    left.rename(left.with_name(f"{pid or left.name.partition('-')[0]}-0"))
     open_storage(here).put_bytes("run/manifests/x.json", b"{}")
     assert key in keys_below(tmp_path / "there")
     assert not [it for it in (tmp_path / "here" / FOLDER).rglob("*") if it.is_file()]
@@ -326,10 +339,7 @@ def test_metrics_that_a_killed_process_left_are_uploaded_with_the_first_upload_o
 def test_what_another_process_takes_over_at_the_same_time_ends_no_upload(tmp_path, monkeypatch):
     """As of the ranks of several trainings, whose first uploads come together."""
     here, scandir = spec(tmp_path / "here", tmp_path / "there"), os.scandir
-    open_storage(here).put_bytes("run/metrics/1.jsonl", b"{}")
-    monkeypatch.setattr(synced_storage, "_late", {})
-    (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
-    left = own.rename(own.with_name("999999999-0"))
+    left = leave_late(here, "run/metrics/1.jsonl")
 
     def scan_then_lose(place):
         entries = scandir(place)
@@ -352,11 +362,12 @@ def test_the_last_lines_of_ranks_are_uploaded_at_their_end(tmp_path):
     assert keys_below(tmp_path / "there") == {"run/logs/000001/rank-0.000000.log"}
 
 
-def test_metrics_that_wait_in_another_process_are_left_to_it(tmp_path):
+@pytest.mark.parametrize("pid", [os.getppid(), 999_999_999], ids=["known here", "of another container"])
+def test_metrics_that_wait_in_another_process_are_left_to_it(tmp_path, pid):
     here, key = spec(tmp_path / "here", tmp_path / "there"), "run/metrics/1.jsonl"
     open_storage(here).put_bytes(key, b"{}")
     (own,) = (tmp_path / "here" / FOLDER).glob("late/*/*")
-    own.rename(own.with_name(f"{os.getppid()}-0"))
+    own.rename(own.with_name(f"{pid}-0"))
     open_storage(replace(here, options=transport(tmp_path / "there", period_s="60").options())).put_bytes("run/x", b"{}")
     assert keys_below(tmp_path / "there") == {"run/x"}
 
@@ -389,13 +400,15 @@ def test_what_a_killed_upload_has_left_is_removed(tmp_path):
     """It has second names of files, which would not be freed when they are pruned."""
     storage = SyncedStorage(tmp_path / "here", transport(tmp_path / "there"))
     staged = tmp_path / "here" / FOLDER
-    gone = subprocess.Popen(["true"])
-    gone.wait()
-    for name in (f"{gone.pid}-old", f"{gone.pid}-new", f"{os.getpid()}-old"):
-        (staged / name).mkdir(parents=True)
-        (staged / name / "big").write_bytes(b"x")
-        if name.endswith("old"):
-            os.utime(staged / name, (1, 1))
+    live, new, left = (HeldFolder.make(staged) for _ in range(3))
+    in_container = live.path.rename(staged / "999999999-live")  # whose ids of processes are unknown here
+    (staged / "not-ours").mkdir()
+    new.release()
+    left.release()
+    for folder in (in_container, left.path, staged / "not-ours"):
+        (folder / "big").write_bytes(b"x")
+        os.utime(folder, (1, 1))
     (staged / "download.lock").touch()
     storage.remove_interrupted("run/", 60)
-    assert {it.name for it in staged.iterdir()} == {f"{gone.pid}-new", f"{os.getpid()}-old", "download.lock"}
+    assert {it.name for it in staged.iterdir()} == {in_container.name, new.path.name, "not-ours", "download.lock"}
+    live.release()
