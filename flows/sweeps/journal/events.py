@@ -203,6 +203,6 @@ def decode_event(entry: Mapping[str, Any], where: str) -> Event | None:
     """
     kind = _KINDS.get(str(entry.get("kind")))
     if kind is None:
-        _logger.warning("left out: %s has an entry of the unknown kind %r", where, entry.get("kind"))
+        _logger.warning("left out: %s is of the unknown kind %r", where, entry.get("kind"))
         return None
     return decode(kind, entry, where, f"a {kind.__name__}")

@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LostEntries:
-    """The entries of a journal that are missing or damaged.
+    """The entries of a journal that are missing, damaged or malformed.
 
     Attributes:
         count: Their number.
@@ -124,15 +124,26 @@ def read_journal(run: Run) -> list[Entry]:
     """
     entries, lost = read_known_entries(run)
     if lost is not None:
-        raise JournalDamagedError(
-            f"{lost.first}; entries after it depend on it: restore the object from a backup, or begin again with "
-            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
-        )
-    return entries
+        raise damaged(f"{lost.first}; entries after it depend on it", "the object")
+    return [*entries.values()]
 
 
-def read_known_entries(run: Run) -> tuple[list[Entry], LostEntries | None]:
-    """Return the entries that can be read, in order, and which cannot be; costs as much as `read_journal`.
+def damaged(problem: str, restored: str = "it") -> JournalDamagedError:
+    """Return the error for a journal with `problem`, which a backup of what is to be `restored` would mend."""
+    return JournalDamagedError(
+        f"{problem}: restore {restored} from a backup, or begin again with resume='never'; `prefect-torch show` and "
+        "SweepResult.from_storage(..., partial=True) show what is known"
+    )
+
+
+def place_of(run: Run, number: int) -> str:
+    """Return where the object lies that holds an entry, for a message; costs a listing."""
+    holding = (part.key for part in list_parts(run) if part.last - part.count < number <= part.last)
+    return f"{run.storage.url}/{next(holding, run.layout.journal)}"
+
+
+def read_known_entries(run: Run) -> tuple[dict[int, Entry], LostEntries | None]:
+    """Return the entries that can be read, by number, in order, and which cannot be; costs as much as `read_journal`.
 
     Raises:
         UnsupportedFormatError: If a newer version wrote an entry.
@@ -142,19 +153,19 @@ def read_known_entries(run: Run) -> tuple[list[Entry], LostEntries | None]:
     while unread := [part for part in list_parts(run) if part not in known]:
         known |= dict(zip(unread, read_all(unread, lambda part: _lines(run, part)), strict=True))
     found: dict[int, tuple[int, Entry]] = {}  # by number, with the newest attempt that wrote it
-    damaged: dict[int, str] = {}
+    unreadable: dict[int, str] = {}
     for part in sorted(known):
         for number, line in _numbered(part, known[part] or []):
             try:
                 entry = _decode(line, number, f"{run.storage.url}/{part.key}")
             except CheckpointCorruptError as exc:
-                damaged[number] = str(exc)
+                unreadable[number] = str(exc)
                 continue
             if number not in found or found[number][0] <= part.attempt:
                 found[number] = (part.attempt, entry)
     entries = _without_overtaken(found)
     count = max([*entries, *_merged_last(known, found)], default=-1) + 1
-    return [*entries.values()], _find_lost(run, count, [*entries], damaged)
+    return entries, _find_lost(run, count, [*entries], unreadable)
 
 
 def delete_journal(run: Run) -> None:
@@ -233,11 +244,11 @@ def _merged_last(parts: Iterable[Part], found: dict[int, tuple[int, Entry]]) -> 
             yield min([part.last, *(began - 1 for newer, began in first.items() if newer > part.attempt)])
 
 
-def _find_lost(run: Run, count: int, numbers: Sequence[int], damaged: Mapping[int, str]) -> LostEntries | None:
+def _find_lost(run: Run, count: int, numbers: Sequence[int], unreadable: Mapping[int, str]) -> LostEntries | None:
     """Return which of the first `count` entries are not among the sorted `numbers`; a name may claim a billion of them."""
     if len(numbers) == count:
         return None
     first = next((number for number, known in enumerate(numbers) if known != number), len(numbers))
-    reason = damaged.get(first, "it is missing")
+    reason = unreadable.get(first, "it is missing")
     line = f"entry {first} of the journal of sweep {run.name!r} in {run.storage.url} cannot be read: {reason}"
     return LostEntries(count - len(numbers), line)

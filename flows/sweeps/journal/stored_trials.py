@@ -4,13 +4,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts
 from prefect_torch.ckpt.runs.layout import TRIAL_NAME
 from prefect_torch.ckpt.runs.run import Run
 
 from .events import Event, SweepLed, TrialReported, TrialResumed, TrialStarted, decode_event
 from .history import TrialRecord, history_of
-from .journal import Entry, JournalDamagedError, read_journal, read_known_entries
+from .journal import Entry, LostEntries, damaged, place_of, read_journal, read_known_entries
 
 
 def read_events(run: Run) -> list[Event]:
@@ -23,30 +24,42 @@ def read_events(run: Run) -> list[Event]:
     return whole_events_of(run, read_journal(run))
 
 
-def events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
-    """Return the events in entries of a sweep's journal, without those that only a newer version knows.
+def events_of(run: Run, entries: Mapping[int, Entry]) -> tuple[list[Event], LostEntries | None]:
+    """Return the events in entries of a sweep's journal, without those that only a newer version knows, and the malformed ones.
 
     The names of runs in them are those below `run`, even if its directory has been renamed since.
     """
-    where = f"the journal of sweep {run.name!r}"
-    return [event for entry in entries if (event := decode_event(_below(run.name, entry), where)) is not None]
+    events: list[Event] = []
+    malformed: dict[int, str] = {}
+    for number, entry in entries.items():
+        try:
+            event = decode_event(_below(run.name, entry), f"entry {number} of the journal of sweep {run.name!r}")
+        except MalformedRecordError as exc:
+            malformed[number] = str(exc)
+        else:
+            events += [] if event is None else [event]
+    if not malformed:
+        return events, None
+    first, problem = next(iter(malformed.items()))
+    return events, LostEntries(len(malformed), f"{problem} (in {place_of(run, first)})")
 
 
 def whole_events_of(run: Run, entries: Iterable[Entry]) -> list[Event]:
     """Return the events in all entries of a sweep's journal, as `events_of` does.
 
     Raises:
-        JournalDamagedError: If an event of a trial precedes its start, such as an event of another sweep.
+        JournalDamagedError: If one is malformed, or an event of a trial precedes its start, such as an event of another sweep.
 
     """
-    events = events_of(run, entries)
+    events, malformed = events_of(run, dict(enumerate(entries)))
+    if malformed is not None:
+        raise damaged(malformed.first, "the object")
     have_start = set(map(id, _with_their_start(events)))
     if lost := next((event for event in events if id(event) not in have_start), None):
         assert not isinstance(lost, SweepLed)
-        raise JournalDamagedError(
+        raise damaged(
             f"the journal of sweep {run.name!r} in {run.storage.url} mentions trial {lost.trial} before its start, so entries "
-            "of another sweep or of a newer version are among its own: restore it from a backup, or begin again with "
-            "resume='never'; `prefect-torch show` and SweepResult.from_storage(..., partial=True) show what is known"
+            "of another sweep or of a newer version are among its own"
         )
     return events
 
@@ -67,10 +80,11 @@ def read_known_trials(run: Run) -> tuple[dict[int, TrialRecord], str | None]:
     A trial whose start is lost is left out; one whose end is lost keeps its state before the end.
     """
     entries, lost = read_known_entries(run)
-    trials = history_of(_with_their_start(events_of(run, entries)))
-    return trials, None if lost is None else (
-        f"{lost.count} of the journal's entries cannot be read, so trials may be missing, or be as they were before; the "
-        f"first: {lost.first}"
+    events, malformed = events_of(run, entries)
+    trials, unknown = history_of(_with_their_start(events)), [it for it in (lost, malformed) if it is not None]
+    return trials, None if not unknown else (
+        f"{sum(it.count for it in unknown)} of the journal's entries cannot be read, so trials may be missing, or be as they "
+        f"were before; the first: {unknown[0].first}"
     )
 
 

@@ -9,7 +9,6 @@ import pytest
 from crash_points import crash_points
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import FencedError, StorageError, StorageSpec
-from prefect_torch.ckpt.errors import MalformedRecordError
 from prefect_torch.ckpt.runs.attempts.attempt import claim_key
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
@@ -161,7 +160,7 @@ def test_a_missing_entry_is_an_error_and_no_shorter_journal():
     with pytest.raises(JournalDamagedError, match="entry 1 of the journal of sweep 'sweep'"):
         read_journal(run)
     entries, lost = read_known_entries(run)
-    assert [entry.get("n") for entry in entries] == [None, 1, 2]
+    assert {number: entry.get("n") for number, entry in entries.items()} == {0: None, 2: 1, 3: 2}
     assert lost == LostEntries(1, f"entry 1 of the journal of sweep 'sweep' in {run.storage.url} cannot be read: it is missing")
 
 
@@ -177,7 +176,7 @@ def test_the_name_of_an_object_costs_no_memory(name):
     finally:
         tracemalloc.stop()
     assert peak_bytes < 2**20
-    assert [entry.get("n") for entry in entries] == [None, 0]
+    assert [entry.get("n") for entry in entries.values()] == [None, 0]
     assert lost is not None
     assert (lost.count, lost.first.partition(" of ")[0]) == (10**9 - 2, "entry 2")
 
@@ -274,13 +273,18 @@ def test_an_event_of_a_trial_that_was_not_started_is_an_error(tmp_path):
     assert (known.keys(), lost) == ({7, *whole} - {number}, None)
 
 
-def test_an_event_of_a_run_with_a_name_that_no_run_has_names_the_journal(tmp_path):
+@pytest.mark.parametrize(("change", "problem"), [({"run": "x"}, "run: .*'digits/x'"), ({"config": 3}, "config: ")])
+def test_a_malformed_event_hides_no_other_and_a_start_names_its_object(tmp_path, change, problem):
     run, _ = store_sweep(str(tmp_path))
-    start = next(part for part in list_parts(run) if b"TrialStarted" in run.storage.get_bytes(part.key))
+    whole = read_trials(run)
+    start = list_parts(run)[3]
     body = json.loads(run.storage.get_bytes(start.key))["body"]
-    run.storage.put_bytes(start.key, seal({**body, "entry": {**body["entry"], "run": "x"}}))
-    with pytest.raises(MalformedRecordError, match=r"^the journal of sweep 'digits' is not a TrialStarted: run: .*'digits/x'"):
+    run.storage.put_bytes(start.key, seal({**body, "entry": {**body["entry"], **change}}))
+    with pytest.raises(JournalDamagedError, match=rf"^entry 3 .* is not a TrialStarted: {problem}.*/{start.key}\)"):
         read_trials(run)
+    known, lost = read_known_trials(run)
+    assert known == {number: trial for number, trial in whole.items() if number != body["entry"]["trial"]}
+    assert re.match(r"1 of the journal's entries cannot be read, .* the first: entry 3 of the journal", lost)
 
 
 def test_trials_are_known_without_an_entry_that_is_lost(tmp_path):

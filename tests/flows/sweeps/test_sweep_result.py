@@ -104,7 +104,7 @@ def test_a_sweep_whose_directory_has_another_name_has_its_trials_there(tmp_path)
     assert [trial.result.metrics for trial in after] == [trial.metrics for trial in before]
     cloned = Cloned("digits/trial-0001-0123abcd", {"run": "digits/x"}, Source(0, "digits/trial-0000-0123abcd", "an-id"))
     entry = encode_event(TrialReported(1, 1, 1.0, None, {}, "running", cloned=cloned))
-    (event,) = events_of(Run.open(LocalStorage(tmp_path), "moved"), [entry])
+    (event,), _ = events_of(Run.open(LocalStorage(tmp_path), "moved"), {0: entry})
     assert event.cloned == Cloned(
         "moved/trial-0001-0123abcd", {"run": "digits/x"}, Source(0, "moved/trial-0000-0123abcd", "an-id")
     )
