@@ -12,7 +12,7 @@ from itertools import compress
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.runs.deletion.marks import is_marked
-from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, encode_evaluation
+from prefect_torch.ckpt.runs.evaluations import check_evaluation_name, check_free, check_spelling, encode_evaluation
 from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.layout import Layout, is_run_name, stem
 from prefect_torch.ckpt.runs.manifest import Manifest, is_id
@@ -150,13 +150,14 @@ class CheckpointStore(Run):
         Raises:
             CheckpointNotFoundError: If there is no such checkpoint, or it was pruned meanwhile.
             ValueError: If the training itself reported a metric called `name`, or "name/...", or the name or the metrics are
-                invalid.
+                invalid, or the name differs from another one in case alone, and the filesystem ignores case.
 
         """
         check_evaluation_name(name)
         cleaned = clean_metrics(metrics)
         check_free(self.committed(checkpoint_id), name)
         key = self.layout.evaluation(checkpoint_id, name)
+        check_spelling(self.storage, key)
         self.storage.put_bytes(key, encode_evaluation(checkpoint_id, name, cleaned))
         self.check_still_exists(checkpoint_id, key)
 

@@ -17,6 +17,7 @@ from prefect_torch.ckpt.runs.manifest import Manifest, is_id
 from prefect_torch.ckpt.runs.metrics import Metrics, find_score, to_json
 from prefect_torch.ckpt.runs.records.fields import decode
 from prefect_torch.ckpt.storage.confirmed_reads import read_whole
+from prefect_torch.ckpt.storage.local_files.names import find_other_spelling
 from prefect_torch.ckpt.storage.protocol import ObjectInfo, Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION, seal, unseal
 from prefect_torch.ckpt.text import utc_now
@@ -69,6 +70,21 @@ def check_free(manifest: Manifest, name: str) -> None:
         raise ValueError(
             f"the training reported a metric {reported!r} with checkpoint {manifest.id}, and reported metrics are never "
             "replaced: give the evaluation another name"
+        )
+
+
+def check_spelling(storage: Storage, key: str) -> None:
+    """Raise if the evaluation at `key` would replace another one, since case is ignored there.
+
+    Raises:
+        ValueError: If it would.
+
+    """
+    place = storage.local_path(key)
+    if place is not None and (other := find_other_spelling(place)) is not None:
+        raise ValueError(
+            f"evaluation {place.stem!r} would replace {other.stem!r}, since case is ignored in {other.parent}: give it another "
+            "name"
         )
 
 

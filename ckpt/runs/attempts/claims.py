@@ -14,6 +14,7 @@ from prefect_torch.ckpt.runs.deletion.reserve import keep_space, put_despite_ful
 from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import MAX_ATTEMPT, attempt_of
 from prefect_torch.ckpt.runs.run import Run
+from prefect_torch.ckpt.storage.local_files.names import find_other_spelling
 from prefect_torch.ckpt.storage.machine.clocks import Stopwatch
 from prefect_torch.ckpt.storage.protocol import Storage
 from prefect_torch.ckpt.storage.records import FORMAT_VERSION
@@ -103,15 +104,10 @@ def claim_attempt(
 
 
 def _check_spelling(run: Run) -> None:
-    """Raise ValueError if the run's directory is another run's, since case is ignored there (CIFS, exFAT, APFS)."""
+    """Raise ValueError if the run's directory is another run's, since case is ignored there."""
     place = run.storage.local_path(run.name)
-    found = []
-    with suppress(OSError):  # it does not exist yet, or its parent may not be listed
-        if place is not None and place.exists():
-            named = [it for it in place.parent.iterdir() if it.name.lower() == place.name.lower()]
-            found = [] if place in named else [it for it in named if it.samefile(place)]
-    if found:
-        raise ValueError(f"run {run.name!r} would be the run {found[0]}, since case is ignored there: give it another name")
+    if place is not None and (other := find_other_spelling(place)) is not None:
+        raise ValueError(f"run {run.name!r} would be the run {other}, since case is ignored there: give it another name")
 
 
 class _ClaimNotListedError(StorageError):

@@ -1,6 +1,7 @@
 """Whether a filesystem keeps files apart whose names differ only in case or in the form of Unicode."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from unicodedata import normalize
 
@@ -20,6 +21,15 @@ def find_kept_as_one(folder: Path | None, paths: Iterable[str]) -> str | None:
         return None
     both = next((pair for pair in _alike(paths) if not _are_two_files(folder, *pair)), None)
     return None if both is None else f"takes {both[0]!r} and {both[1]!r} for the name of one file"
+
+
+def find_other_spelling(place: Path) -> Path | None:
+    """Return the path that `place` stands for, if it differs in case alone, which is ignored there (CIFS, exFAT, APFS)."""
+    with suppress(OSError):  # nothing is there yet, or its parent may not be listed
+        if place.exists():
+            named = [it for it in place.parent.iterdir() if it.name.lower() == place.name.lower()]
+            return None if place in named else next((it for it in named if it.samefile(place)), None)
+    return None
 
 
 def _alike(paths: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ import logging
 import math
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 from crash_points import crash_points, open_run
@@ -107,6 +108,23 @@ def test_an_evaluation_name_is_a_plain_one(store, tmp_path, name):
     (only,) = fill(store, tmp_path, 1)
     with pytest.raises(ValueError, match="evaluation name"):
         store.attach_metrics(only, {}, name)
+
+
+def test_a_name_that_differs_from_anothers_in_case_alone_replaces_nothing(store, tmp_path, monkeypatch):
+    """As on CIFS, exFAT or APFS, where the second name finds the first file."""
+    (only,) = fill(store, tmp_path, 1)
+    store.attach_metrics(only, {"accuracy": 1}, "eval")
+    place = tmp_path / "store" / store.layout.evaluation(only, "Eval")
+    place.symlink_to("eval.json")
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: (it for it in listed(path) if it != place))
+    with pytest.raises(
+        ValueError, match=r"evaluation 'Eval' would replace 'eval', since case is ignored in .*: give it another"
+    ):
+        store.attach_metrics(only, {"accuracy": 0}, "Eval")
+    assert store.get(only).metrics["eval"] == {"accuracy": 1}
+    store.attach_metrics(only, {"accuracy": 2}, "eval")
+    assert store.get(only).metrics["eval"] == {"accuracy": 2}
 
 
 @pytest.mark.parametrize("metrics", [None, 3, {"a": [1]}, {1: 2}])
