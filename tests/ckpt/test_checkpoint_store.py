@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from commits import commit
 from crash_points import open_run
+from deep_folders import deep
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import (
     Checkpoint,
@@ -33,6 +34,7 @@ from prefect_torch.ckpt.runs.history import (
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.ckpt.runs.quarantine import quarantine, why_quarantined
 from prefect_torch.ckpt.runs.resume import choose_checkpoint
+from prefect_torch.ckpt.runs.whole.deletion import delete_run
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
@@ -714,6 +716,24 @@ def test_a_prune_removes_a_link_to_another_runs_checkpoint_and_keeps_its_files(s
     other.verify(theirs)
     assert not any(store.storage.list(store.layout.data(first.id)))
     assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == [second.id]
+
+
+def test_garbage_collection_removes_directories_of_any_depth(store, tmp_path):
+    fill(store, tmp_path, 1)
+    write_outcome(store, Outcome(1, "completed"))
+    run = tmp_path / "store" / store.run
+    unreported, emptied = run / "unreported/000001-0123456789abcdef", run / "checkpoints/000001-00000005-00000000"
+    with deep(unreported, emptied):
+        (unreported / "x/model").write_bytes(b"half")
+        collect_garbage(store, grace_s=-60)
+        assert (unreported.exists(), emptied.exists()) == (False, False)
+
+
+def test_a_deletion_removes_directories_of_any_depth(store, tmp_path):
+    fill(store, tmp_path, 1)
+    with deep(tmp_path / "store" / store.run / "unreported/000001-0123456789abcdef"):
+        delete_run(store)
+        assert [*(tmp_path / "store").iterdir()] == []
 
 
 @pytest.mark.parametrize(("name", "target"), [("checkpoints", "../other/checkpoints"), ("unreported", "../other")])

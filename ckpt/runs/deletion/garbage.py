@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -18,6 +17,7 @@ from prefect_torch.ckpt.runs.manifest import attempt_of, is_id, step_of
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
 from prefect_torch.ckpt.storage.local_files.readers import is_read
+from prefect_torch.ckpt.storage.local_files.walk import remove_tree
 from prefect_torch.ckpt.storage.sizes import find_size
 from prefect_torch.ckpt.text import show_some
 
@@ -237,7 +237,7 @@ def _delete_unreported(run: Run, newest_over: int, before_s: float, failures: Fa
         if modified_s < before_s:  # not by keys: a function may give its files names that are no keys
             # The suppressed error: another process collects garbage, too.
             with failures.note(f"unreported/{name}"), suppress(FileNotFoundError):
-                (shutil.rmtree if (folder / name).is_dir() else os.unlink)(folder / name)
+                (remove_tree if (folder / name).is_dir() else os.unlink)(folder / name)
     with suppress(OSError):  # it still holds directories of live ranks
         folder.rmdir()
 
@@ -248,11 +248,20 @@ def _remove_emptied(run: Run, data: Collection[str], before_s: float) -> None:
     if folder is None:
         return
     for checkpoint_id in set(filter(is_id, run.storage.folders(run.layout.checkpoints))) - set(data):
-        folders = [Path(place) for place, _, _ in os.walk(folder / checkpoint_id, topdown=False)]
         with suppress(OSError):  # something is in it, or another process has removed it
+            folders = _with_all_below(folder / checkpoint_id)
             if all(place.stat().st_mtime < before_s for place in folders):
-                for place in folders:
+                for place in reversed(folders):
                     place.rmdir()
+
+
+def _with_all_below(folder: Path) -> list[Path]:
+    """Return a directory and those below it, at any depth, each before those in it."""
+    found = [folder]
+    for place in found:
+        with os.scandir(place) as entries:
+            found += [place / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return found
 
 
 def _quarantined(run: Run) -> dict[str, float]:

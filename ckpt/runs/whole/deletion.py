@@ -1,6 +1,5 @@
 """The deletion of a run, which is repeated where it was interrupted."""
 
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
@@ -10,6 +9,7 @@ from prefect_torch.ckpt.runs.deletion.reserve import give_up_space
 from prefect_torch.ckpt.runs.index.reading import list_manifests
 from prefect_torch.ckpt.runs.layout import lies_in_checkpoint
 from prefect_torch.ckpt.runs.run import Run, pinned_among
+from prefect_torch.ckpt.storage.local_files.walk import remove_tree
 from prefect_torch.ckpt.text import show_some
 
 
@@ -32,7 +32,7 @@ def delete_run(run: Run) -> None:
     run.storage.delete(manifests)
     run.storage.delete(key for key in left if key not in last)
     if (unreported := own_folder(run, run.layout.all_unreported)) is not None:
-        shutil.rmtree(unreported, ignore_errors=True)  # of killed ranks; mostly empty directories, which hold no object
+        remove_tree(unreported, ignore_errors=True)  # of killed ranks; mostly empty directories, which hold no object
     give_up_space(run)  # before the last object, with which the directory goes
     run.storage.delete([run_info])
     run.storage.delete(claims)

@@ -1,18 +1,42 @@
-"""The files below a directory, in the order of their keys."""
+"""The files below a directory, in the order of their keys, and the deletion of a directory, whatever its depth."""
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.keys import is_temporary, temporary_name
 from prefect_torch.ckpt.storage.protocol import ObjectInfo
 from prefect_torch.ckpt.text import clip
 
 MOST_LEVELS = 128  # a rank reports 100 at most; each has an open directory, of which a process may have a thousand
 _SHOWN = 200
 _logger = logging.getLogger(__name__)
+
+
+def remove_tree(folder: Path, *, ignore_errors: bool = False) -> None:
+    """Delete a directory as `shutil.rmtree` does, whose frame and descriptor for each level may be too many."""
+    with suppress(FileNotFoundError):  # which rmtree raises, too
+        while _lift(folder):
+            pass
+    shutil.rmtree(folder, ignore_errors=ignore_errors)
+
+
+def _lift(folder: Path) -> bool:
+    """Move what is nested too deep up into `folder`, and return whether anything was; rmtree names what cannot be moved."""
+    lifted = False
+    for place, below, _, descriptor in os.fwalk(folder):
+        if len(Path(place).parts) - len(folder.parts) < MOST_LEVELS:
+            continue
+        for name in below:
+            with suppress(OSError):
+                os.rename(name, folder / temporary_name(), src_dir_fd=descriptor)
+                lifted = True
+        below.clear()
+    return lifted
 
 
 class _Level(NamedTuple):

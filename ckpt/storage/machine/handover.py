@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefect_torch.ckpt.storage.local_files.root_folder import despite_deletes
+from prefect_torch.ckpt.storage.local_files.walk import remove_tree
 from prefect_torch.ckpt.storage.protocol import Storage
 
 from .scratch import make_scratch, remove_scratch
@@ -98,7 +99,7 @@ class LentDirectories:
         if self._lent.pop(directory):
             remove_scratch(directory)
         else:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
 
     def holds(self, directory: Path) -> bool:
         """Return whether `directory` is one of these directories, or lies in one."""

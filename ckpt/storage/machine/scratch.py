@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import socket
 import tempfile
 import time
@@ -12,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import xxhash
+from prefect_torch.ckpt.storage.local_files.walk import remove_tree
 
 from .mounts import is_local
 
@@ -62,7 +62,7 @@ def hold_scratch(folder: Path) -> None:
 
 def remove_scratch(folder: Path) -> None:
     """Delete a directory of this process."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder, ignore_errors=True)
     os.close(_held.pop(folder))
     if (companion := _companions.pop(folder, None)) is not None:
         remove_scratch(companion)
@@ -98,7 +98,7 @@ def _remove_unheld(folder: Path) -> None:
         if other.startswith(_PREFIX):
             with suppress(FileNotFoundError):
                 _remove_unheld(folder.with_name(other))
-        shutil.rmtree(folder)
+        remove_tree(folder)
     finally:
         os.close(descriptor)
 

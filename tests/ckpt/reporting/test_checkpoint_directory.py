@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from crash_points import crash_points, open_run
+from deep_folders import deep
 from memory_storage import MemoryStorage
 from prefect_torch.ckpt import Checkpoint, CheckpointStore, StorageFullError, checkpoint_directory, report
 from prefect_torch.ckpt.runs.deletion.garbage import collect_garbage
@@ -262,6 +263,16 @@ def test_a_directory_that_a_commit_removes_meanwhile_is_no_matter(store, monkeyp
 
     monkeypatch.setattr(Path, "resolve", resolve_and_remove)
     assert lent.holds(directory)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_directory_of_any_depth_is_deleted_in_the_end(store, is_local):
+    Attempt(store)
+    lent = LentDirectories(store.storage if is_local else MemoryStorage(), lambda token: store.layout.unreported(1, token))
+    directory = lent.make()
+    with deep(directory):
+        lent.remove(directory)
+        assert not directory.exists()
 
 
 @pytest.mark.parametrize(("run", "warnings"), [("sweep/trial-0000-0123abcd", 1), ("run", 0)])
