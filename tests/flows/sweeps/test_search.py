@@ -507,6 +507,12 @@ def test_a_takeover_is_undone_though_the_trial_failed_and_was_restarted_and_not_
     assert (decided.run, decided.former) == ("clone", None)
 
 
+def test_a_resume_in_a_journal_from_before_takeovers_is_from_the_trials_own_checkpoint():
+    assert decode_event({"kind": "TrialResumed", "used_s": 1.0, "trial": 0, "milestone": 3}, "test") == TrialResumed(
+        0, 3, used_s=1.0
+    )
+
+
 def test_a_paused_trial_that_takes_over_a_checkpoint_when_it_is_resumed_is_as_before_it_once_that_is_undone():
     started = [TrialStarted(number, f"run-{number}", {"lr": number}, number) for number in range(2)]
     waiting = TrialReported(0, 1, 9.0, "bad", {"loss": 9.0}, "paused", milestone=2, reason="waits")
