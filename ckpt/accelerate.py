@@ -11,7 +11,6 @@
 Needs the extra `accelerate`; nothing else of this package imports this module.
 """
 
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from prefect_torch.ckpt.framework_folders import (
     check_world_size,
     files_in,
     folder_of_all_ranks,
+    moved_part,
     needs_extra,
     part_of_rank,
     restored_part,
@@ -78,11 +78,17 @@ def report_state(
             )
         return
     check_world_size("Accelerator", accelerator.num_processes, context)
-    with _saved_state(accelerator, context, safe_serialization) as (folder, is_ours):
+    upload = upload or "sync"
+    with _saved_state(accelerator, context, upload, safe_serialization) as (folder, lent):
         accelerator.wait_for_everyone()  # save_state does not wait: other ranks may still be writing
         others = _save_positions(accelerator, folder, context)
         files = [path for path in files_in(folder) if path not in others]
-        with part_of_rank(folder, context, os.link if is_ours else os.symlink, files=files) as part:
+        if lent is None:
+            parts = part_of_rank(folder, context, upload, files)
+        else:
+            moved = [f"{CHECKPOINT_NAME}/{path}" for path in files]
+            parts = moved_part(lent, context, moved, accelerator.wait_for_everyone)
+        with parts as part:
             report(metrics, part, step=step, progress=progress, upload=upload)
 
 
@@ -152,14 +158,16 @@ def _of_rank(name: str, context: TrainContext) -> str:
 
 
 @contextmanager
-def _saved_state(accelerator: Accelerator, context: TrainContext, safely: bool) -> Iterator[tuple[Path, bool]]:
-    """Yield the directory of the saved state, the same path on every rank, and whether its files may be adopted."""
+def _saved_state(
+    accelerator: Accelerator, context: TrainContext, upload: Upload, safely: bool
+) -> Iterator[tuple[Path, Path | None]]:
+    """Yield the directory of the saved state, the same path on every rank, and the `folder_of_all_ranks` that it lies in."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         _skip_names_in_use(accelerator)
-        yield Path(accelerator.save_state(safe_serialization=safely)), False
+        yield Path(accelerator.save_state(safe_serialization=safely)), None
         return
-    with folder_of_all_ranks(context, lambda path: str(broadcast_object_list([path])[0])) as folder:
-        yield Path(accelerator.save_state(str(folder), safely)), True
+    with folder_of_all_ranks(context, upload, lambda path: str(broadcast_object_list([path])[0])) as lent:
+        yield Path(accelerator.save_state(str(lent / CHECKPOINT_NAME), safely)), lent
 
 
 def _skip_names_in_use(accelerator: Accelerator) -> None:

@@ -40,8 +40,6 @@ class Checkpoint:
         path: The absolute path of a local directory, or the path or URL of a committed checkpoint.
         id: The id of a committed checkpoint; None for a plain directory.
         store: The run of a committed checkpoint; None for a plain directory.
-        moves_links: Whether an async report may move the directory's files although they have second names (hard links), since
-            nobody writes to them by those.
         node_copy: Keeps the downloads of a loaded state, and what is known of files in place, for the other ranks of this node;
             None if there are no others.
         verify_level: How `as_directory` verifies files in place.
@@ -54,7 +52,6 @@ class Checkpoint:
     path: str
     id: str | None
     store: Run | None
-    moves_links: bool = False
     node_copy: NodeCopy | None = None
     verify_level: VerifyLevel = "digest"
     open_run: ClassVar[Callable[[str, str], Run]] = Run.open

@@ -1,8 +1,7 @@
 """A directory that a framework's ranks write together, and the part of it that each rank reports."""
 
-import os
 import re
-import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,9 @@ from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import TrainContext, context_or_none
 from prefect_torch.ckpt.errors import CheckpointNotFoundError
 from prefect_torch.ckpt.files.folder import scan_files
-from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, newest_step
-from prefect_torch.ckpt.storage.machine.scratch import hold_scratch, make_scratch, remove_scratch, scratch_folder
+from prefect_torch.ckpt.reporting.agreement import Upload
+from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, lent_directories, newest_step
+from prefect_torch.ckpt.storage.machine.mounts import is_local
 from torch import distributed as dist
 
 CHECKPOINT_NAME = "checkpoint"
@@ -86,68 +86,101 @@ def check_first_step(step: int, advice: str) -> None:
 
 
 @contextmanager
-def folder_of_all_ranks(context: TrainContext, broadcast: Callable[[str], str]) -> Iterator[Path]:
-    """Yield an empty directory with the same path on every rank: frameworks that shard write below rank 0's path.
+def folder_of_all_ranks(context: TrainContext, upload: Upload, broadcast: Callable[[str], str]) -> Iterator[Path]:
+    """Yield an empty directory with the same path on every rank, for `moved_part`: frameworks that shard write below that path.
 
     Args:
         context: This rank's context.
+        upload: How the files are reported.
         broadcast: Returns rank 0's argument on every rank.
 
     """
-    folder = Path(broadcast(str(make_scratch()) if context.world_rank == 0 else ""))
-    folder.mkdir(mode=0o700, exist_ok=True)  # on another machine
-    if context.local_rank == 0:
-        hold_scratch(folder)
+    lent = lent_directories()
+    is_below_run = broadcast("yes" if context.world_rank == 0 and _belongs_below_run(context, upload) else "")
+    temporary = None if is_below_run else Path(tempfile.gettempdir())
+    folder = Path(broadcast(str(lent.make(temporary)) if context.world_rank == 0 else ""))
+    if context.world_rank != 0:
+        lent.join(folder, is_first=context.local_rank == 0)
     try:
         yield folder
     finally:
-        if context.local_rank == 0:
-            remove_scratch(folder)
+        lent.remove(folder)
+
+
+def _belongs_below_run(context: TrainContext, upload: Upload) -> bool:
+    """Return whether to write to the storage itself: if it is a directory, and this makes the training wait no longer.
+
+    It waits until an async report has its files, which must not take as long as a file server does.
+    """
+    lent = lent_directories()
+    folder = lent.run_folder
+    if folder is None or not folder.is_dir() or not lent.can_link:  # without the run's directory, the report says what is wrong
+        return False
+    return upload == "sync" or (_has_one_machine(context) and is_local(folder))
+
+
+@contextmanager
+def moved_part(
+    folder: Path, context: TrainContext, files: Collection[str], barrier: Callable[[], object]
+) -> Iterator[Checkpoint | None]:
+    """Yield this rank's part of a `folder_of_all_ranks`, from which its files are moved away; see `part_of_rank`.
+
+    Args:
+        folder: The directory, complete: every rank has written its files.
+        context: This rank's context.
+        files: Those files in it that belong to the checkpoint.
+        barrier: Returns once every rank has called it.
+
+    """
+    paths = _files_of_rank(files, context)
+    barrier()  # no rank may find files that are being moved
+    if not paths:
+        yield None
+        return
+    lent = lent_directories()
+    with lent.lend(lent.parent_of(folder)) as part:
+        for path in paths:
+            (part / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).rename(part / path)
+        yield Checkpoint.from_directory(part)
 
 
 @contextmanager
 def part_of_rank(
-    folder: Path,
-    context: TrainContext,
-    link: Callable[[str, str], None] = os.symlink,
-    below: str = CHECKPOINT_NAME,
-    files: Collection[str] | None = None,
+    folder: Path, context: TrainContext, upload: Upload, files: Collection[str] | None = None
 ) -> Iterator[Checkpoint | None]:
     """Yield this rank's part of `folder`; the ranks' parts together are the whole directory. Every rank calls it.
 
     A rank reports the files that are named after it, such as `rng_state_1.pth`, and the first rank of each machine reports
     all other files there, except those that rank 0's machine has, too: copies, or the same files in a shared directory. So
-    each file has one owner. Nothing is copied, moved or deleted in `folder`.
+    each file has one owner. Nothing is moved or deleted in `folder`: a report copies its files, into `checkpoint/`.
 
     Args:
         folder: The directory, complete: every rank has written its files.
         context: This rank's context.
-        link: Makes a link to a file. With the default an async report copies the files and does not change `folder`; with
-            `os.link` it adopts them without a copy, for a temporary directory to which nothing is written again.
-        below: The directory of the checkpoint that receives the content of `folder`; "" for none.
+        upload: How the files are reported.
         files: Those files in `folder` that belong to the checkpoint; None for all.
 
     Yields:
         None if no file is this rank's.
 
     """
-    here = _reported_here(files_in(folder) if files is None else files, context)
-    paths = [path for path in here if _owner(path, context) == context.world_rank]
+    paths = _files_of_rank(files_in(folder) if files is None else files, context)
     if not paths:
         yield None
         return
-    with scratch_folder() as part:
+    is_copied_there = upload == "async" and _belongs_below_run(context, upload)
+    temporary = None if is_copied_there else Path(tempfile.gettempdir())
+    with lent_directories().lend(temporary) as part:
         for path in paths:
-            target = part / below / path
+            target = part / CHECKPOINT_NAME / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            source = str((folder / path).resolve())
-            try:
-                link(source, str(target))
-            except OSError:  # no hard links here, or none across directories (BeeGFS); `folder` may go before the part does
-                shutil.copyfile(source, target)
-        checkpoint = Checkpoint.from_directory(part)
-        checkpoint.moves_links = True
-        yield checkpoint
+            target.symlink_to((folder / path).resolve())
+        yield Checkpoint.from_directory(part)
+
+
+def _files_of_rank(files: Collection[str], context: TrainContext) -> list[str]:
+    return [path for path in _reported_here(files, context) if _owner(path, context) == context.world_rank]
 
 
 def files_in(folder: Path) -> list[str]:
@@ -157,17 +190,31 @@ def files_in(folder: Path) -> list[str]:
 
 def _reported_here(seen: Collection[str], context: TrainContext) -> Collection[str]:
     """Return the files that are reported from this machine, of those that it sees; every rank calls it."""
-    if context.local_world_size == context.world_size or not (dist.is_available() and dist.is_initialized()):
+    if _has_one_machine(context) or not _are_connected():
         return seen
     first = context.world_rank - context.local_rank
     own = [path for path in seen if _rank_in(path) in range(first, first + context.local_world_size)]
     on_first_machine: list[Any] = [seen if context.world_rank == 0 else None]
     dist.broadcast_object_list(on_first_machine)
-    on_others: list[Any] = [None] * context.world_size
-    dist.all_gather_object(on_others, own if first and context.local_rank == 0 else [])
+    on_others = _gathered(own if first and context.local_rank == 0 else [], context)
     if first == 0:
         return sorted({*seen}.difference(*on_others))
     return sorted({*seen}.difference(on_first_machine[0]).union(own))
+
+
+def _has_one_machine(context: TrainContext) -> bool:
+    return context.local_world_size == context.world_size
+
+
+def _are_connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gathered(value: Any, context: TrainContext) -> list[Any]:
+    """Return the values of all ranks, in their order."""
+    values: list[Any] = [None] * context.world_size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _owner(path: str, context: TrainContext) -> int | None:

@@ -1,6 +1,5 @@
 """The callback that reports Lightning's checkpoints, and the path to resume from."""
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from prefect_torch.ckpt.checkpoint import Checkpoint
 from prefect_torch.ckpt.context import context_or_none
-from prefect_torch.ckpt.framework_folders import check_first_step, folder_of_all_ranks, part_of_rank, restored_part
+from prefect_torch.ckpt.framework_folders import check_first_step, files_in, folder_of_all_ranks, moved_part, restored_part
 from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, grace_s, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
@@ -370,12 +369,13 @@ class ReportCallback(CheckpointCallback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set in a function of another module
             report(metrics, step=step, progress=progress)
             return
-        with folder_of_all_ranks(self._context, trainer.strategy.broadcast) as folder:
-            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)  # ends with a barrier
+        with folder_of_all_ranks(self._context, self._upload, trainer.strategy.broadcast) as folder:
+            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)
             if not any(reported):
                 warn_of_unsafe_globals(trainer, folder / self.CHECKPOINT_NAME)
             save_random_state(folder, self._context.world_rank, loader_generators(trainer), within_epoch=within_epoch)
-            with part_of_rank(folder, self._context, os.link, below="") as part:
+            trainer.strategy.barrier()  # every rank has written its own
+            with moved_part(folder, self._context, files_in(folder), trainer.strategy.barrier) as part:
                 report(metrics, part, step=step, progress=progress, upload=self._upload)
 
     def _take_sigterm_back(self) -> None:

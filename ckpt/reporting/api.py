@@ -11,6 +11,8 @@ from prefect_torch.ckpt.context import TrainContext, refuse_in_fork, set_context
 from prefect_torch.ckpt.state.staging import spare_memory
 
 if TYPE_CHECKING:
+    from prefect_torch.ckpt.storage.machine.handover import LentDirectories
+
     from .agreement import Upload
     from .session import RankSession  # half of the cost of an import of this package, and only ranks need it
 
@@ -156,6 +158,16 @@ def checkpoint_directory() -> AbstractContextManager[Path]:
 
     """
     return _require_session("checkpoint_directory").lent.lend()
+
+
+def lent_directories() -> "LentDirectories":
+    """Return the directories that are lent to this rank's training function, to which an integration may add.
+
+    Raises:
+        RuntimeError: Outside of a training function.
+
+    """
+    return _require_session("lent_directories").lent
 
 
 def get_checkpoint() -> Checkpoint | None:

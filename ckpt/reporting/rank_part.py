@@ -118,8 +118,8 @@ def stage(report: Report, agreement: Agreement, writes: list[WriteItem], rank: i
 
 def _adopt(report: Report, directory: Path, paths: Sequence[str]) -> Path:
     if report.lent is None:
-        return adopt_files(directory, paths, with_links=report.moves_links)
-    taken = report.lent.make()
+        return adopt_files(directory, paths)
+    taken = report.lent.make(report.lent.parent_of(directory))
     try:
         return adopt_files(directory, paths, taken)
     except BaseException:

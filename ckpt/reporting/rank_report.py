@@ -62,7 +62,6 @@ class Report:
         upload: The upload mode, or None without a checkpoint.
         directory: The directory of this rank's files, or None.
         lent: The owner of that directory, if it was lent to the training function: its files may be moved.
-        moves_links: Whether its files may be moved although they have second names (hard links).
         files: Their paths in it.
         metadata: The user's metadata of this rank's part.
         snapshot: This rank's state, or None.
@@ -77,7 +76,6 @@ class Report:
     upload: Upload | None = None
     directory: Path | None = None
     lent: LentDirectories | None = None
-    moves_links: bool = False
     files: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     snapshot: "StateSnapshot | None" = None
@@ -211,7 +209,6 @@ class ReportPreparation:
             upload=upload,
             directory=directory,
             lent=None if directory is None or not self._lent.holds(directory) else self._lent,
-            moves_links=given.checkpoint is not None and given.checkpoint.moves_links,
             files=files,
             metadata={} if directory is None else read_metadata(directory),
             snapshot=None if given.state is None else self._capture(given.state, files),

@@ -161,7 +161,7 @@ class ReportCallback(TrainerCallback):
             raise CheckpointNotFoundError(f"the Trainer has saved, but there is no directory {folder}")
         PartialState().wait_for_everyone()  # the Trainer does not: other ranks may be writing
         progress = min(1.0, state.global_step / state.max_steps)
-        with part_of_rank(folder, self._context, files=self._folders.written_files(folder)) as part:
+        with part_of_rank(folder, self._context, self._upload, self._folders.written_files(folder)) as part:
             report(_metrics_of_step(state), part, step=state.global_step, progress=progress, upload=self._upload)
         self._folders.rotate()
 

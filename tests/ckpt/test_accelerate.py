@@ -1,12 +1,16 @@
 """Accelerate's own save_state and load_state: one rank in this process, and two as processes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from accelerate_loops import EPOCHS, make_accelerator, train
+from crash_points import open_run
 from exact_ends import same_ends
 from forked_ranks import launch
+from memory_storage import MemoryStorage
 from prefect_torch.ckpt import CheckpointNotFoundError, CheckpointStore
 from prefect_torch.ckpt.accelerate import load_state, report_state
 from ranks import Attempt, folder, in_training
@@ -122,11 +126,24 @@ def test_models_are_stored_in_the_format_that_was_chosen(store):
     assert {entry.path for entry in store.latest().files} == {"checkpoint/pytorch_model.bin", "checkpoint/random_states_0.pkl"}
 
 
-def test_nothing_is_left_of_temporary_folders(store, tmp_path, monkeypatch):
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    called_in_training(Attempt(store), train, make_accelerator(), epochs=2, upload="async")
-    assert list((tmp_path / "temporary").iterdir()) == []
+def test_nothing_is_left_of_temporary_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    attempt = Attempt(open_run(MemoryStorage()))
+    called_in_training(attempt, train, make_accelerator(), epochs=2, upload="async")
+    assert list(tmp_path.glob(".prefect-torch-*")) == []
+
+
+def test_accelerate_writes_to_the_filesystem_of_a_storage_that_is_a_directory(store, monkeypatch):
+    save_state, folders = Accelerator.save_state, []
+
+    def save(self, folder, *options):
+        folders.append(Path(folder))
+        return save_state(self, folder, *options)
+
+    monkeypatch.setattr(Accelerator, "save_state", save)
+    called_in_training(Attempt(store), train, make_accelerator(), epochs=1)
+    assert {entry.path for entry in store.latest().files} == OF_RANK_0
+    assert folders[0].is_relative_to(Path(store.storage.url, "run/unreported"))
 
 
 def test_outside_of_a_training_it_only_warns():

@@ -5,14 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from crash_points import open_run
 from memory_storage import MemoryStorage
-from prefect_torch.ckpt import Checkpoint, TrainContext
+from prefect_torch.ckpt import FencedError, TrainContext
+from prefect_torch.ckpt import framework_folders as module
 from prefect_torch.ckpt.files.folder import scan_files
-from prefect_torch.ckpt.framework_folders import part_of_rank
-from ranks import Attempt
+from prefect_torch.ckpt.framework_folders import files_in, folder_of_all_ranks, moved_part, part_of_rank
+from ranks import Attempt, as_rank, in_training, read_files
 
 SHARED = {"model.safetensors", "trainer_state.json", "model-00001-of-00002.safetensors", "optimizer_0/.metadata"}
 OF_RANK = {
@@ -32,16 +34,24 @@ def written(tmp_path):
     return tmp_path / "written"
 
 
+@pytest.fixture
+def session(store):
+    with as_rank(Attempt(store).session()) as session:
+        yield session
+
+
 def brought_by(folder, rank, local_world_size):
     context = TrainContext(rank, rank % local_world_size, rank // local_world_size, 4, local_world_size, "run", 1)
-    with part_of_rank(folder, context) as part:
+    with part_of_rank(folder, context, "sync") as part:
         return {path.removeprefix("checkpoint/") for path in scan_files(part.directory)}
 
 
+@pytest.mark.usefixtures("session")
 def test_each_rank_of_a_machine_brings_its_own_and_the_first_the_rest(written):
     assert [brought_by(written, rank, 4) for rank in range(4)] == [SHARED | OF_RANK[0], OF_RANK[1], OF_RANK[2], OF_RANK[3]]
 
 
+@pytest.mark.usefixtures("session")
 def test_on_two_machines_everything_that_lies_on_one_is_brought_by_one_of_its_ranks(written):
     everything = SHARED.union(*OF_RANK.values())
     assert [brought_by(written, rank, 2) for rank in range(4)] == [
@@ -52,41 +62,88 @@ def test_on_two_machines_everything_that_lies_on_one_is_brought_by_one_of_its_ra
     ]
 
 
-@pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_the_folder_stays_as_it_is(written, link):
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_the_folder_stays_as_it_is_and_an_async_report_copies_it_to_the_filesystem_of_the_storage(
+    written, store, session, monkeypatch, upload
+):
+    monkeypatch.setattr(module, "is_local", lambda _: True)
     before = scan_files(written)
-    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), link) as part:
+    with part_of_rank(written, session.context, upload) as part:
+        assert part.directory.is_relative_to(Path(store.storage.url, "run/unreported")) == (upload == "async")
         assert (part.directory / "checkpoint/model.safetensors").read_text() == "model.safetensors"
+        session.report({}, part, upload=upload)
+    session.finish()
     assert not part.path.startswith(str(written))
     assert scan_files(written) == before
 
 
-def test_an_async_report_moves_the_links_of_the_part_alone(written):
-    """Whoever reports the same directory as a checkpoint of his own may still write to the files by their other names."""
-    session = Attempt(open_run(MemoryStorage())).session()
-    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), os.link) as part:
-        before = scan_files(part.directory)
-        session.report({}, Checkpoint.from_directory(part.path), upload="async")
-        assert scan_files(part.directory) == before
-        session.report({}, part, upload="async")
-        assert scan_files(part.directory) == []
-    session.finish()
+def refuse(*_, **__):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-@pytest.mark.parametrize("reason", [errno.EXDEV, errno.EPERM, errno.EIO])
-def test_where_a_file_gets_no_second_name_it_is_copied(written, reason):
-    """As on BeeGFS, where both names must be in one directory; an async report may store it when the folder is gone."""
+def reported(session, upload):
+    """Report a file that a framework writes to a folder of all ranks; return the folder, and the file's inode."""
+    with folder_of_all_ranks(session.context, upload, str) as folder:
+        (folder / "model").mkdir()
+        (folder / "model/weights").write_bytes(b"x" * 2**20)
+        inode = (folder / "model/weights").stat().st_ino
+        with moved_part(folder, session.context, files_in(folder), lambda: None) as part:
+            assert (part.directory / "model/weights").stat().st_ino == inode
+            session.report({}, part, upload=upload)
+    return folder, inode
 
-    def refuse(*_, **__):
-        raise OSError(reason, os.strerror(reason))
 
-    with part_of_rank(written, TrainContext(0, 0, 0, 1, 1, "run", 1), refuse, below="") as part:
-        shutil.rmtree(written)
-        assert (part.directory / "model.safetensors").read_text() == "model.safetensors"
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_what_a_framework_writes_for_a_report_is_moved_into_the_checkpoint(store, tmp_path, monkeypatch, upload):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(module, "is_local", lambda _: True)
+    with in_training(Attempt(store).session()) as session:
+        folder, inode = reported(session, upload)
+    assert folder.is_relative_to(Path(store.storage.url, "run/unreported"))
+    (manifest,) = store.list()
+    assert Path(store.storage.url, "run/checkpoints", manifest.id, "model/weights").stat().st_ino == inode
+    assert list(Path(store.storage.url).glob("run/unreported/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("has_links", "upload", "is_below_run"),
+    [(True, "sync", True), (True, "async", False), (False, "sync", False), (False, "async", False)],
+)
+def test_a_report_that_the_training_waits_for_is_written_to_a_file_server_that_has_links(
+    store, tmp_path, monkeypatch, has_links, upload, is_below_run
+):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(module, "is_local", lambda _: False)
+    if not has_links:
+        monkeypatch.setattr("os.link", refuse)
+    with in_training(Attempt(store).session()) as session:
+        folder, _ = reported(session, upload)
+    assert folder.is_relative_to(Path(store.storage.url)) == is_below_run
+    assert folder.is_relative_to(tmp_path / "temporary") != is_below_run
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert read_files(store.checkpoint(store.latest())) == {"model/weights": b"x" * 2**20}
+
+
+def test_of_a_run_that_is_gone_the_report_says_so(store, session):
+    shutil.rmtree(Path(store.storage.url, "run"))
+    with pytest.raises(FencedError):
+        reported(session, "sync")
+
+
+@pytest.mark.parametrize("upload", ["sync", "async"])
+def test_for_a_bucket_it_is_a_temporary_directory(tmp_path, monkeypatch, upload):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    store = open_run(MemoryStorage())
+    with in_training(Attempt(store).session()) as session:
+        folder, _ = reported(session, upload)
+    assert folder.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert read_files(store.checkpoint(store.latest())) == {"model/weights": b"x" * 2**20}
 
 
 def test_a_rank_without_files_brings_nothing(tmp_path):
-    with part_of_rank(tmp_path / "missing", TrainContext(1, 1, 0, 2, 2, "run", 1)) as part:
+    with part_of_rank(tmp_path / "missing", TrainContext(1, 1, 0, 2, 2, "run", 1), "sync") as part:
         assert part is None
 
 
