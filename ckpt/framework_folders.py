@@ -1,6 +1,8 @@
 """A directory that a framework's ranks write together, and the part of it that each rank reports."""
 
+import os
 import re
+import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import distributed as dist
 
 CHECKPOINT_NAME = "checkpoint"
 _AS_STARTED = "make it in the training function, with the environment as it is, and start it with no other launcher"
+_USUAL_PLACES = ("/tmp", "/var/tmp")  # noqa: S108 - what is made there is held, and has a name that nobody foresees
 # The names that Transformers, Accelerate, torch.distributed.checkpoint and DeepSpeed give to the files of one rank.
 _RANK_IN_NAME = re.compile(
     r"(?:^rng_state_|^random_states_|^dl_state_dict(?:_\d+)?_rank|^__|^(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank|zero_pp_rank_)(\d+)[._]"
@@ -94,10 +97,13 @@ def folder_of_all_ranks(context: TrainContext, upload: Upload, broadcast: Callab
         upload: How the files are reported.
         broadcast: Returns rank 0's argument on every rank.
 
+    Raises:
+        FileNotFoundError: On every rank, if it would have to be temporary and the machines have no place for it in common.
+
     """
     lent = lent_directories()
     is_below_run = broadcast("yes" if context.world_rank == 0 and _belongs_below_run(context, upload) else "")
-    temporary = None if is_below_run else Path(tempfile.gettempdir())
+    temporary = None if is_below_run else _temporary_directory(context)
     folder = Path(broadcast(str(lent.make(temporary)) if context.world_rank == 0 else ""))
     if context.world_rank != 0:
         lent.join(folder, is_first=context.local_rank == 0)
@@ -117,6 +123,23 @@ def _belongs_below_run(context: TrainContext, upload: Upload) -> bool:
     if folder is None or not folder.is_dir() or not lent.can_link:  # without the run's directory, the report says what is wrong
         return False
     return upload == "sync" or (_has_one_machine(context) and is_local(folder))
+
+
+def _temporary_directory(context: TrainContext) -> Path:
+    """Return a directory for temporary files that exists on all machines, the first one's if possible; every rank calls it."""
+    own = tempfile.gettempdir()
+    if _has_one_machine(context) or not _are_connected():
+        return Path(own)
+    of_machines = dict.fromkeys(_gathered((own, socket.gethostname()), context))
+    places = dict.fromkeys([*(place for place, _ in of_machines), *_USUAL_PLACES])
+    usable = _gathered([place for place in places if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK)], context)
+    for place in places:
+        if all(place in of_rank for of_rank in usable):
+            return Path(place)
+    named = ", ".join(f"{place} on {machine}" for place, machine in of_machines)
+    raise FileNotFoundError(
+        f"the machines have no directory for temporary files in common: {named}; set TMPDIR to one that exists on all of them"
+    )
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Accelerate's own save_state and load_state: one rank in this process, and two as processes."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,22 @@ def test_each_rank_brings_and_gets_its_own_position_of_stateful_loaders(tmp_path
     }
     drawn = [[own for own, _ in torch.load(tmp_path / f"drawn-{rank}.pt")] for rank in range(2)]
     assert drawn == [[1, 11], [2, 12]]
+
+
+def may_mount():
+    command = ["unshare", "--mount", "true"]
+    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="may not mount a directory for a rank alone")
+def test_machines_write_to_a_temporary_directory_that_all_of_them_have(tmp_path):
+    assert launch("accelerate_loops", ("on machines",), 2, tmp_path) == [0, 0]
+    (manifest,) = (store := CheckpointStore.open(tmp_path, "run")).list()
+    owners = {entry.path: entry.rank for entry in manifest.files}
+    assert owners == {**dict.fromkeys(OF_RANK_0, 0), "checkpoint/random_states_1.pkl": 1}
+    store.verify(manifest)
+    for place in ("temporary", "machine-0/temporary"):
+        assert list((tmp_path / place).glob(".prefect-torch-*")) == []
 
 
 class Own:

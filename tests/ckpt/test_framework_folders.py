@@ -131,6 +131,23 @@ def test_of_a_run_that_is_gone_the_report_says_so(store, session):
         reported(session, "sync")
 
 
+@pytest.mark.usefixtures("session")
+def test_machines_that_have_no_temporary_directory_in_common_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def gather(values, value):
+        values[:] = [value, ("/mnt/b", "b") if isinstance(value, tuple) else []]
+
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    expected = rf"in common: {tmp_path} on .*, /mnt/b on b; set TMPDIR"
+    with (
+        pytest.raises(FileNotFoundError, match=expected),
+        folder_of_all_ranks(TrainContext(0, 0, 0, 2, 1, "r", 1), "async", str),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("upload", ["sync", "async"])
 def test_for_a_bucket_it_is_a_temporary_directory(tmp_path, monkeypatch, upload):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import torch
@@ -61,6 +62,19 @@ def report_within_an_epoch(*place):
             torch.save(drawn, Path(session.run.storage.url, f"drawn-{context.world_rank}.pt"))
 
 
+def report_on_machines(*place):
+    """Report as on a machine of one rank: the temporary directory of rank 0's does not exist on rank 1's."""
+    from transformers_models import take_own_machine  # noqa: PLC0415 - it imports Transformers
+
+    with joined(*place) as session:
+        root, rank = Path(session.run.storage.url), session.context.world_rank
+        take_own_machine(session, root, rank)
+        own = root / ("output/temporary" if rank == 0 else "temporary")
+        own.mkdir()
+        tempfile.tempdir = str(own)
+        train(make_accelerator(), epochs=1, upload="async")
+
+
 def make_loader(batch_size=8):
     digits = load_digits()
     images = torch.tensor(digits.images[:64], dtype=torch.float32) / 16
@@ -111,9 +125,10 @@ def kill_before(last):
 
 
 def main(job, *place):
-    """Train on this rank: "whole", "killed" before its third epoch, or "resumed"; or report "within an epoch"."""
-    if job == "within an epoch":
-        report_within_an_epoch(*place)
+    """Train on this rank: "whole", "killed" before its third epoch, or "resumed"; or report elsewhere."""
+    elsewhere = {"within an epoch": report_within_an_epoch, "on machines": report_on_machines}
+    if job in elsewhere:
+        elsewhere[job](*place)
         return
     with joined(*place) as session:
         end = {"before_epoch": kill_before(2)} if job == "killed" else {}
