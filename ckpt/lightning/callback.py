@@ -19,6 +19,7 @@ from prefect_torch.ckpt.reporting.agreement import Upload
 from prefect_torch.ckpt.reporting.api import continues_own_run, get_checkpoint, grace_s, report
 from prefect_torch.ckpt.reporting.rank_report import check_upload
 
+from .direct_writes import direct_writes
 from .moments import (
     before_validation,
     call_after_each_batch,
@@ -370,7 +371,8 @@ class ReportCallback(CheckpointCallback):
             report(metrics, step=step, progress=progress)
             return
         with folder_of_all_ranks(self._context, self._upload, trainer.strategy.broadcast) as folder:
-            trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)
+            with direct_writes(trainer.strategy):
+                trainer.save_checkpoint(folder / self.CHECKPOINT_NAME, weights_only=False)
             if not any(reported):
                 warn_of_unsafe_globals(trainer, folder / self.CHECKPOINT_NAME)
             save_random_state(folder, self._context.world_rank, loader_generators(trainer), within_epoch=within_epoch)

@@ -1054,6 +1054,34 @@ def test_a_trainer_that_writes_in_the_background_by_itself_is_refused(store):
         make_trainer(callbacks=[ReportCallback()], plugins=[AsyncCheckpointIO()]).fit(Regression())
 
 
+def test_the_checkpoint_is_written_into_the_file_that_is_reported(store, monkeypatch):
+    """Lightning would write it to memory, then to tmpXXXXXXXX in the temporary directory, where a kill leaves it for ever."""
+    save, targets = torch.save, []
+
+    def note(content, target, *arguments, **options):
+        targets.append(target)
+        save(content, target, *arguments, **options)
+
+    monkeypatch.setattr(torch, "save", note)
+    _, trainer = fit(Attempt(store), max_epochs=1)
+    assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
+    (written,) = [target for target in targets if Path(str(target)).name == ReportCallback.CHECKPOINT_NAME]
+    assert written.is_relative_to(Path(store.storage.url, "run/unreported"))
+    assert store.latest().metrics["epoch"] == 0
+
+
+def test_a_checkpoint_io_of_the_users_own_is_used(store):
+    class Own(TorchCheckpointIO):
+        saved = 0
+
+        def save_checkpoint(self, *arguments, **options):
+            self.saved += 1
+            super().save_checkpoint(*arguments, **options)
+
+    fit(Attempt(store), max_epochs=2, plugins=[own := Own()])
+    assert own.saved == len(store.list()) == 2
+
+
 @pytest.mark.parametrize("stops", [{"patience": 1, "min_delta": 100}, {"stopping_threshold": 100.0}])
 @pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 4 * BATCHES}])
 def test_what_early_stopping_has_ended_is_not_trained_on_after_a_restart(store, stops, length):
