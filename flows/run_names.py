@@ -43,9 +43,10 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
     """Return a name that all tries of one training share and no other training has.
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
-    subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
-    call. Of a chain of restarts, it is made from the first flow run. Edits of code and new names of flow runs change nothing.
-    Costs two requests for each flow above, one for each restart, and one to record the outermost flow run's name.
+    subflow is made from the outermost flow run and from each call on the way to the subflow: the flow, or of `run_deployment`
+    the deployment, and the number of the call. Of a chain of restarts, it is made from the first flow run. Edits of code and
+    new names of flow runs change nothing. Costs two requests for each flow above, one for each restart, and one to record the
+    outermost flow run's name.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -59,7 +60,8 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
-        calls.append(f"{root.flow_id}/{keys.get(call.flow_run_id, call.dynamic_key)}")
+        called = root.deployment_id or root.flow_id  # Prefect numbers the calls of each deployment, and many have one flow
+        calls.append(f"{called}/{keys.get(call.flow_run_id, call.dynamic_key)}")
         codes.append(call.task_key)
         root = client.read_flow_run(call.flow_run_id)
     first_id = [str(root.id), *restarted_before(client, root)][-1]

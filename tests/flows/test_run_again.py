@@ -8,6 +8,7 @@ import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.deployments import run_deployment
 from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED, temporary_settings
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running, Suspended
@@ -16,7 +17,7 @@ from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
 from prefect_torch.ckpt.runs.attempts.claims import claim_attempt
 from prefect_torch.ckpt.runs.attempts.owner import Owner
-from prefect_torch.flows import RunConfig, train
+from prefect_torch.flows import RunConfig, run_names, train
 from prefect_torch.flows.monitoring.restarted import CallTry, EarlierTries
 from prefect_torch.flows.run_names import default_run_name, name_run, numbered_calls
 from prefect_torch.tasks.prefect_api.flow_run import find_end_before_rerun, has_run_before
@@ -59,6 +60,28 @@ def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retrie
     assert tries["in_task"][0] == tries["in_task"][1]
     names = [*tries["pipeline"][0], *tries["in_task"][0]]
     assert len(set(names)) == len(names) == 5
+
+
+def test_two_deployments_of_one_flow_that_a_flow_starts_train_runs_of_their_own_in_each_try(client):
+    names = [f"deployed-{uuid4()}" for _ in range(2)]
+    for name in names:
+        name_itself.to_deployment(name).apply()
+    started = []
+
+    @flow(retries=1)
+    def pipeline():
+        started.append([run_deployment(f"name-itself/{name}", timeout=0, as_subflow=True).id for name in names])
+        if len(started) == 1:
+            raise ValueError("once more")
+
+    def name_in_own_process(flow_run_id):
+        run_names._codes.clear()
+        return name_run(client, client.read_flow_run(flow_run_id))
+
+    pipeline()
+    first, second = ([name_in_own_process(it) for it in of_try] for of_try in started)
+    assert first == second
+    assert len(set(first)) == 2
 
 
 def test_neither_an_edit_nor_another_name_of_the_flow_run_changes_the_names_of_its_trainings(client):
