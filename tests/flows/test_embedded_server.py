@@ -231,6 +231,32 @@ def test_a_fork_waits_for_no_thread_that_starts_a_server_in_its_parent():
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, timeout=60)
 
 
+SERVED_BY_PARENT = """
+import os, subprocess
+from prefect.server.api.server import SubprocessASGIServer
+from prefect_torch.tasks.prefect_api.embedded_server import tying
+
+tying.tie_new_servers()
+server = SubprocessASGIServer()
+server.server_process = own = subprocess.Popen(["sleep", "600"])
+if (forked := os.fork()) == 0:
+    assert own.poll() == 0  # what Python says of another process's child
+    assert tying.embedded_servers() == set()
+    server.server_process = subprocess.Popen(["true"])
+    assert tying.embedded_servers() == {server}
+    os._exit(0)
+_, status = os.waitpid(forked, 0)
+is_kept = tying.embedded_servers() == {server} and own.poll() is None
+own.kill()
+own.wait()
+raise SystemExit(os.waitstatus_to_exitcode(status) or not is_kept)
+"""
+
+
+def test_a_fork_leaves_its_parents_server_to_the_parent():
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SERVED_BY_PARENT], check=True, timeout=60)
+
+
 @pytest.fixture
 def mortal(monkeypatch) -> list[int]:
     """A server that ends as soon as it is started, and how many were started."""
