@@ -28,10 +28,13 @@ _INSTEAD_OF = {  # arguments without a counterpart here, also of Ray's tune.run
     **dict.fromkeys(("storage_path", "local_dir"), "give run=RunConfig(storage=...)"),
 }
 
+_OF_EACH_FLOW = ("return_state", "wait_for")  # which Prefect takes away before it calls the function
+
 
 def explain_unbound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return in one line why `function` does not take these arguments; None if it does."""
+    """Return in one line why `function` does not take these arguments, besides Prefect's own of each call; None if it does."""
     signature = inspect.signature(function)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_EACH_FLOW}
     try:
         signature.bind(*args, **kwargs)
     except TypeError as exc:

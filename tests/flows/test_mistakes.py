@@ -212,6 +212,12 @@ def test_an_argument_of_rays_or_a_field_of_a_config_is_answered_with_what_to_wri
     assert text.startswith(f"{called.__name__}() got an unexpected keyword argument {name!r}; {instead}; it takes ")
 
 
+@pytest.mark.parametrize("given", [{"return_state": True}, {"wait_for": []}])
+def test_what_prefect_takes_with_each_call_is_not_named_as_the_wrong_argument(given):
+    with pytest.raises(ParameterBindError, match="unexpected keyword argument 'scaling_config'; give scaling; it takes"):
+        train("my_training:train_fn", **given, scaling_config={})
+
+
 @pytest.mark.parametrize("shown", [train, sweep, evaluate, prune, train.with_options(retries=1), RunConfig, SearchConfig])
 def test_help_prints_types_and_not_what_is_said_to_forms(shown):
     text = pydoc.render_doc(shown, renderer=pydoc.plaintext)
