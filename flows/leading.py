@@ -32,7 +32,7 @@ from prefect_torch.tasks.training.job import TrainJob
 from prefect_torch.tasks.training.observers import Observer, Observers
 from prefect_torch.tasks.training.restarts import Restarts
 
-_TIMED_OUT = "TimedOut"  # Prefect's name of the state of a flow run after `timeout_seconds`
+TIMED_OUT = "TimedOut"  # Prefect's name of the state of a flow run after `timeout_seconds`
 _outcomes: dict[str, Outcome] = {}  # by flow run, from the flow's body to its hook in the same process
 
 
@@ -49,12 +49,12 @@ def set_terminated_state(flow: Flow[..., Any], flow_run: FlowRun, state: State[A
     automation runs the flow again.
     """
     outcome = _outcomes.pop(str(flow_run.id), None)
-    if outcome is None or outcome.error is None or (state.is_failed() and state.name != _TIMED_OUT):
+    if outcome is None or outcome.error is None or (state.is_failed() and state.name != TIMED_OUT):
         return
     final: State[Any] = Crashed(message=f"{state.message} {outcome.error}")
     if state.is_failed():
         _, _, safe_work = outcome.error.partition("; ")
-        final = Failed(name=_TIMED_OUT, message=f"{state.message}; {safe_work}")
+        final = Failed(name=TIMED_OUT, message=f"{state.message}; {safe_work}")
     if outcome.ending == "cancelled":
         final = Cancelled(message=outcome.error)
     with get_client(sync_client=True) as client:

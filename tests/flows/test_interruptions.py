@@ -797,12 +797,21 @@ def test_only_flow_runs_of_more_urgent_queues_are_listed_and_those_under_way_onc
     assert len(listed) == 2
 
 
-def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrupted():
-    """Ctrl-C and SIGTERM reach the main thread alone, which then waits for the tasks: the training went on to its end."""
+@pytest.mark.parametrize("is_in_subflow", [False, True])
+@pytest.mark.parametrize("ends_by", ["Ctrl-C", "timeout"])
+def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_does(is_in_subflow, ends_by):
+    """Ctrl-C, SIGTERM and a timeout reach the main thread alone, which then waits for the tasks: the training went on."""
     begun, has_ended, gives_up = threading.Event(), threading.Event(), threading.Event()
+
+    @flow
+    def below():
+        train_here()
 
     @task(cache_policy=NO_CACHE)
     def train_in_thread():
+        (below if is_in_subflow else train_here)()
+
+    def train_here():
         with terminated_with_caller():
             termination = Termination(30)
 
@@ -821,10 +830,15 @@ def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrup
         timer.start()
         train_in_thread.submit()
         assert begun.wait(60)
-        raise KeyboardInterrupt
+        if ends_by == "Ctrl-C":
+            raise KeyboardInterrupt
+        raise TimeoutError  # as Prefect's alarm does in the flow's thread, after `timeout_seconds`
 
-    with pytest.raises(KeyboardInterrupt):
-        pipeline()
+    if ends_by == "Ctrl-C":
+        with pytest.raises(KeyboardInterrupt):
+            pipeline()
+    else:
+        assert pipeline.with_options(timeout_seconds=600)(return_state=True).name == "TimedOut"
     assert has_ended.is_set()
     assert not gives_up.is_set()
 
@@ -832,7 +846,7 @@ def test_a_training_that_a_task_in_a_thread_calls_ends_when_its_flow_is_interrup
 def test_a_flow_that_does_not_wait_for_the_task_of_a_training_ends_it_only_by_an_interruption():
     switch, runner = TerminationSwitch(), ThreadPoolTaskRunner()
     with runner:
-        _switches_of(runner).append(switch)
+        _switches_of(runner, None).append(switch)
     with suppress(ValueError), runner:
         raise ValueError("of the flow's own")
     assert switch.cause is None
