@@ -73,9 +73,9 @@ class CheckpointStorage(Block):
         return (RemoteFileSystem if "settings" in value else LocalFileSystem).model_validate(value)
 
     def check(self) -> StorageProbe:
-        """Write, list, read and delete small objects in this storage; return the steps and their durations. No object remains.
+        """Write, list, read and delete small objects and one of 8 MiB here, and return the steps and their durations.
 
-        Costs a dozen requests; a storage that does not answer fails after about twenty seconds.
+        No object remains. Costs some 20 requests; a storage that does not answer fails after about twenty seconds.
 
         Raises:
             StorageUnfitError: If a step fails; it names the step, the reason and the remedy.

@@ -91,8 +91,9 @@ def plan(
 ) -> TrainingPlan:
     """Return what `train` with these arguments would do on this machine now; starts nothing and changes nothing.
 
-    Small objects are written to the storage under an unused name, and deleted. The checkpoint to resume from is verified by
-    its sizes; the training reads every byte of it. Nothing of the function is imported.
+    Small objects are written to the storage under an unused name, and deleted; `prefect-torch doctor` also writes a large one.
+    The checkpoint to resume from is verified by its sizes; the training reads every byte of it. Nothing of the function is
+    imported.
 
     Args:
         train_fn: As for `train`.
@@ -116,7 +117,7 @@ def plan(
     def look() -> Iterator[PlanLine]:
         spec = configured_storage(run.storage, run.storage_deadline_s, run.sync)
         spec = replace(spec, retry=INTERACTIVE_RETRY_POLICY, options={} if run.sync else spec.options)
-        probe = probe_storage(open_storage(spec))
+        probe = probe_storage(open_storage(spec), quick=True)
         yield PlanLine("storage", "ok", f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s")
         if run.sync is not None:
             text = f"{run.sync.target} was not read: a training first downloads the checkpoints that are only there"

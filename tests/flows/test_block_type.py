@@ -46,7 +46,7 @@ def test_every_field_of_its_form_has_a_title_and_a_sentence():
 
 
 def test_a_saved_block_can_be_checked(name, tmp_path):
-    assert list(CheckpointStorage.load(name).check().took_s) == ["write", "list", "read", "delete", "forget"]
+    assert list(CheckpointStorage.load(name).check().took_s) == ["write", "list", "read", "write 8 MiB", "delete", "forget"]
     (tmp_path / "file").touch()
     CheckpointStorage(location=str(tmp_path / "file")).save(name, overwrite=True)
     with pytest.raises(StorageUnfitError, match="/file does not write"):

@@ -18,13 +18,17 @@ _CHANGED = "2026-08-01T00:00:00Z"
 def keeping_objects() -> Iterator[tuple[str, dict[str, bytes]]]:
     """Yield the endpoint of a server with one bucket, and its objects by their keys."""
     objects: dict[str, bytes] = {}
+    parts: dict[str, dict[int, bytes]] = {}  # of the one upload of each key
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             key = unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2]
+            query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
             if not key:
-                self.send(HTTPStatus.OK, listing(objects, parse_qs(urlsplit(self.path).query)))
+                self.send(HTTPStatus.OK, listing(objects, query))
+            elif (answer := take_part(objects, parts, key, query, body)) is not None:
+                self.send(HTTPStatus.OK, answer)
             elif self.command == "PUT":
                 objects[key] = body
                 self.send(HTTPStatus.OK, b"")
@@ -36,7 +40,7 @@ def keeping_objects() -> Iterator[tuple[str, dict[str, bytes]]]:
             else:
                 self.send(HTTPStatus.OK, objects[key])
 
-        do_PUT = do_GET = do_HEAD = do_DELETE = answer  # noqa: N815 - http.server's names
+        do_PUT = do_POST = do_GET = do_HEAD = do_DELETE = answer  # noqa: N815 - http.server's names
 
         def send(self, status: HTTPStatus, content: bytes) -> None:
             self.send_response(status)
@@ -54,6 +58,22 @@ def keeping_objects() -> Iterator[tuple[str, dict[str, bytes]]]:
         threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{http.server_port}", objects
         http.shutdown()
+
+
+def take_part(
+    objects: dict[str, bytes], parts: dict[str, dict[int, bytes]], key: str, query: dict[str, list[str]], body: bytes
+) -> bytes | None:
+    """Return the answer to a request of an upload in parts; None for any other."""
+    if "uploads" in query:
+        parts[key] = {}
+        return b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+    if "partNumber" in query:
+        parts[key][int(query["partNumber"][0])] = body
+        return b""
+    if "uploadId" in query:
+        objects[key] = b"".join(part for _, part in sorted(parts.pop(key).items()))
+        return b"<CompleteMultipartUploadResult><ETag>1</ETag></CompleteMultipartUploadResult>"
+    return None
 
 
 def listing(objects: dict[str, bytes], query: dict[str, list[str]]) -> bytes:

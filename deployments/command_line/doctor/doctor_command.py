@@ -42,9 +42,9 @@ _Check: TypeAlias = Callable[[], Iterable[Finding]]
 def doctor(storage: str | None, cluster: str | None, ranks: int | None, as_json: bool) -> int:
     """Check what trainings need on this machine, and on those of a cluster.
 
-    With STORAGE, also write, read, list and delete small objects there. With --cluster, agents are started as by a training,
-    and each machine reports its versions and GPUs, its free shared memory, whether it reaches this machine and the others and
-    sees the same STORAGE, and the time of its clock. The status of each check is ok, warning (some trainings
+    With STORAGE, also write, read, list and delete small objects and one of 8 MiB there. With --cluster, agents are started as
+    by a training, and each machine reports its versions and GPUs, its free shared memory, whether it reaches this machine and
+    the others and sees the same STORAGE, and the time of its clock. The status of each check is ok, warning (some trainings
     are affected) or wrong (trainings fail), with advice; exits with 1 if something is wrong.
 
     \b
@@ -86,7 +86,7 @@ def _checks(storage: str | None, cluster: str | None, ranks: int | None) -> Iter
 
 
 def _check_storage(text: str) -> Iterator[Finding]:
-    """Write, list, read and delete small objects under an unused name; nothing remains."""
+    """Write, list, read and delete small objects and one of 8 MiB under an unused name; nothing remains."""
     try:
         storage = open_named_storage(text)
     except Exception as exc:  # noqa: BLE001 - any error is a finding

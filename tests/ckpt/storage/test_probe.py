@@ -5,6 +5,7 @@ from itertools import chain, islice
 from unittest.mock import Mock
 
 import pytest
+from http_proxy import Response, proxied
 from obstore.exceptions import GenericError
 from odd_listings import Shuffled
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
@@ -36,9 +37,9 @@ def storage(request, tmp_path):
     return at(server, server.new_bucket(), PATIENCE_S)
 
 
-def test_a_good_storage_is_tried_in_five_steps_and_keeps_nothing(storage):
+def test_a_good_storage_is_tried_in_six_steps_and_keeps_nothing(storage):
     tried = probe_storage(storage)
-    assert list(tried.took_s) == ["write", "list", "read", "delete", "forget"]
+    assert list(tried.took_s) == ["write", "list", "read", "write 8 MiB", "delete", "forget"]
     assert tried.url == storage.url
     assert 0 < tried.total_s == sum(tried.took_s.values())
     assert list(storage.list("")) == []
@@ -141,6 +142,56 @@ def test_a_file_that_is_missing_is_no_bucket(tmp_path):
     with pytest.raises(StorageUnfitError) as caught:
         probe_storage(open_storage(f"zip://{tmp_path}/missing.zip"))
     assert caught.value.advice == "create what the URL names, or fix its name in the URL or the block"
+
+
+PARTS_REFUSED = {
+    "too large": (
+        Response(413, b"<html>Request Entity Too Large</html>"),
+        "413 Payload Too Large",
+        "let the proxy or gateway before it accept requests of 8 MiB (nginx: client_max_body_size 9m)",
+    ),
+    "forbidden": (
+        Response(403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"),
+        "AccessDenied",
+        "let this user write 8 MiB there: the right to write 8 MiB (s3:PutObject for uploads in parts, and kms:Decrypt",
+    ),
+}
+
+
+@pytest.mark.parametrize("refused", PARTS_REFUSED)
+def test_a_bucket_that_refuses_uploads_in_parts_is_unfit(moto, refused):
+    """The small objects pass a proxy's limit on bodies, and policies and keys that allow no parts."""
+    response, found, advice = PARTS_REFUSED[refused]
+    bucket = moto.new_bucket()
+    with proxied(moto.endpoint) as proxy:
+        proxy.change = lambda _, path, answer: response if "partNumber=" in path else answer
+        with pytest.raises(StorageUnfitError) as caught:
+            probe_storage(at(S3Server(proxy.endpoint), bucket))
+    assert "/below does not write 8 MiB: " in caught.value.found
+    assert found in caught.value.found
+    assert caught.value.advice.startswith(advice)
+    assert list(at(moto, bucket).list("")) == []
+
+
+def test_a_quick_probe_uploads_nothing_in_parts(moto):
+    with proxied(moto.endpoint) as proxy:
+        tried = probe_storage(at(S3Server(proxy.endpoint), moto.new_bucket()), quick=True)
+        assert list(tried.took_s) == ["write", "list", "read", "delete", "forget"]
+        assert [it for it in proxy.requests if "upload" in it] == []
+
+
+class Refusing(LocalStorage):
+    """A bucket of Google's, to all appearances, that allows single puts only."""
+
+    url = "gs://bucket/below"
+
+    def put_buffers(self, key, parts):
+        raise PermissionError("who are you")
+
+
+def test_googles_own_right_to_upload_in_parts_is_named(tmp_path):
+    with pytest.raises(StorageUnfitError, match=r"the right to write 8 MiB \(storage\.multipartUploads\.create\) is missing"):
+        probe_storage(Refusing(tmp_path))
 
 
 def test_an_endpoint_that_speaks_no_tls_is_told_by_what_to_change(moto):
