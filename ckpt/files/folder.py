@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch.ckpt.errors import CheckpointNotFoundError, MalformedRecordError
-from prefect_torch.ckpt.storage.keys import is_temporary
+from prefect_torch.ckpt.storage.keys import is_kept_open, is_temporary
 from prefect_torch.ckpt.storage.machine.scratch import is_scratch
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES
 from prefect_torch.ckpt.storage.records import check_depth, parse
@@ -81,13 +81,19 @@ def remove_metadata(directory: Path) -> None:
 def scan_files(directory: Path) -> list[str]:
     """Return the "/"-joined path of every file below `directory`; links are followed to their targets.
 
+    Left out is what was deleted, and is kept by the client of a file server for a process that has it open.
+
     Raises:
         ValueError: If an entry is neither a file nor a directory, a link to nothing or to a directory above it, or is nested
             more than 100 levels deep.
 
     """
-    found = _walk(directory, "", ())  # metadata is stored in the manifest
-    return [path for path in found if path != USER_METADATA_FILE and not path.startswith(IDENTITY_PREFIX)]
+    found = _walk(directory, "", ())
+    return [path for path in found if not is_kept_open(path.rpartition("/")[2]) and not _is_own(path)]
+
+
+def _is_own(path: str) -> bool:
+    return path == USER_METADATA_FILE or path.startswith(IDENTITY_PREFIX)  # metadata is stored in the manifest
 
 
 def _walk(directory: Path, prefix: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:

@@ -202,6 +202,7 @@ MUTANTS = [
         (r"[\\\x00-\x1f\ud800-\udfff]", r"[\\]"),
         (r"\ud800-\udfff]", "]"),
         ("_TEMPORARY.fullmatch(name)", "_TEMPORARY.match(name[:5])"),
+        ("_KEPT_OPEN.fullmatch(name)", "_KEPT_OPEN.match(name)"),
     ),
     *mutants_of(
         "ckpt/storage/local_files/storage.py",
@@ -216,7 +217,7 @@ MUTANTS = [
     *mutants_of(
         "ckpt/storage/local_files/walk.py",
         "tests/ckpt/storage/test_storage.py -k TestLocalStorage",
-        ("and not is_temporary(entry.name)", ""),
+        ("and not is_unlisted(entry.name)", ""),
         ("or after.startswith(key)", ""),
         ("len(levels) == MOST_LEVELS", "len(levels) == 10**9"),
     ),

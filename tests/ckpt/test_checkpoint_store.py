@@ -552,6 +552,22 @@ def test_what_is_being_written_is_not_older_than_the_clock_of_the_storage_says(s
     assert not half.exists()
 
 
+def test_a_deleted_file_that_a_client_keeps_for_a_reader_is_no_garbage(store, tmp_path):
+    """NFS answers EBUSY to its deletion, which was tried for two minutes, and anew by each prune."""
+    fill(store, tmp_path, 1)
+    kept = tmp_path / "store/run/checkpoints/000001-00000000-00000000/.nfs0000000004b40e9f00093dd8"
+    kept.parent.mkdir()
+    kept.write_bytes(b"deleted")
+    for path in (kept, kept.parent):
+        os.utime(path, (0, 0))
+    assert collect_garbage(begun_long_ago(store)) == []
+    assert kept.exists()
+    kept.unlink()
+    os.utime(kept.parent, (0, 0))
+    collect_garbage(store)
+    assert not kept.parent.exists()
+
+
 def test_a_directory_that_a_killed_deletion_has_emptied_is_removed(store, tmp_path):
     (kept,) = fill(store, tmp_path, 1)
     checkpoints = tmp_path / "store/run/checkpoints"

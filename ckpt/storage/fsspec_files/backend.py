@@ -18,7 +18,7 @@ import fsspec
 from fsspec.config import apply_config
 from prefect_torch.ckpt.errors import CheckpointError, StorageError, full_storage
 from prefect_torch.ckpt.storage.digest import RunningDigest, copy_and_digest, digest_stream, write_all
-from prefect_torch.ckpt.storage.keys import check_key, is_temporary, temporary_name
+from prefect_torch.ckpt.storage.keys import check_key, is_temporary, is_unlisted, temporary_name
 from prefect_torch.ckpt.storage.parallel import for_each
 from prefect_torch.ckpt.storage.protocol import MOST_RECORD_BYTES, ObjectInfo, Splits, Transfer
 from prefect_torch.ckpt.text import without_secrets
@@ -171,7 +171,7 @@ class FsspecStorage:
         """Yield the files below `prefix`; reads the whole listing first, for which splits are no help."""
         del splits
         for key, info in sorted(self._find(prefix).items()):
-            if (after is None or key > after) and not is_temporary(key.rpartition("/")[2]):
+            if (after is None or key > after) and not is_unlisted(key.rpartition("/")[2]):
                 yield ObjectInfo(key, info["size"], _modified_s(info))
 
     def folders(self, prefix: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from prefect_torch.ckpt.storage.keys import is_temporary, temporary_name
+from prefect_torch.ckpt.storage.keys import is_unlisted, temporary_name
 from prefect_torch.ckpt.storage.protocol import ObjectInfo
 from prefect_torch.ckpt.text import clip
 
@@ -96,8 +96,8 @@ def _below(level: _Level, name: str, prefix: str) -> Iterator[_Level]:
 
 
 def _file(key: str, entry: os.DirEntry[str], after: str | None) -> Iterator[ObjectInfo]:
-    """Yield the file at `key`; nothing if it is none, is still written, or does not come after `after`."""
-    if (after is None or key > after) and not is_temporary(entry.name) and entry.is_file(follow_symlinks=False):
+    """Yield the file at `key`; nothing if it is none, is still written, was deleted, or does not come after `after`."""
+    if (after is None or key > after) and not is_unlisted(entry.name) and entry.is_file(follow_symlinks=False):
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:  # deleted after the scan

@@ -117,6 +117,13 @@ def test_a_name_that_storages_use_for_unfinished_files_is_refused(tmp_path):
         scan_files(tmp_path)
 
 
+def test_a_deleted_file_that_a_process_still_has_open_is_no_file_of_a_report(tmp_path):
+    """As on NFS, where a new file replaced one that is mapped into memory."""
+    for name in ("model", ".nfs0000000004b40e9f00093dd8", ".nfs-notes"):
+        (tmp_path / name).write_bytes(b"")
+    assert scan_files(tmp_path) == [".nfs-notes", "model"]
+
+
 def test_small_files_are_stored_together_up_to_a_number_and_a_size_and_large_ones_alone(tmp_path):
     sizes = {"large": 2**20, **{f"a{number}": 10 for number in range(5)}, **{f"b{number}": 2**20 - 1 for number in range(40)}}
     for name, size in sizes.items():

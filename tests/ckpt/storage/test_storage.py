@@ -91,6 +91,9 @@ def seen_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+KEPT_OPEN = [".nfs0000000004b40e9f00093dd8", ".__afs1F3A", ".fuse_hidden0000000200000001"]
+
+
 class TestLocalStorage(StorageContract, WholeWritesContract):
     @pytest.fixture
     def storage(self, tmp_path):
@@ -497,6 +500,17 @@ class TestLocalStorage(StorageContract, WholeWritesContract):
         assert [path.name for path in (tmp_path / "store/run/checkpoints").iterdir()] == ["whole"]
         assert storage.get_bytes("run/checkpoints/whole/x") == b"1"
 
+    @pytest.mark.parametrize("name", KEPT_OPEN)
+    def test_a_deleted_file_that_is_still_open_is_no_object(self, storage, tmp_path, name):
+        """Its client keeps it for a reader on this machine: NFS, AFS, FUSE."""
+        storage.put_bytes(f"run/{name}x", b"1")
+        kept = tmp_path / "store/run" / name
+        kept.write_bytes(b"deleted")
+        assert [info.key for info in storage.list("run/")] == [f"run/{name}x"]
+        storage.remove_interrupted("run/", older_than_s=0)
+        storage.delete([f"run/{name}x"])
+        assert kept.read_bytes() == b"deleted"
+
     def test_what_is_deeper_than_any_report_is_left_out_and_ends_no_listing(self, storage, tmp_path, caplog):
         storage.put_bytes("run/x/x/m", b"1")
         storage.put_bytes("run/y", b"1")
@@ -700,6 +714,13 @@ class TestSftpStorage(StorageContract, WholeWritesContract):
     """On a real OpenSSH server."""
 
     num_many = 120  # a hundred are named at a time
+
+    @pytest.mark.parametrize("name", KEPT_OPEN)
+    def test_a_deleted_file_that_is_open_on_the_server_is_no_object(self, storage, tmp_path, name):
+        """The server's own directory may be a mount."""
+        storage.put_bytes("run/x", b"1")
+        (tmp_path / "store/run" / name).write_bytes(b"deleted")
+        assert [info.key for info in storage.list("run/")] == ["run/x"]
 
     @pytest.fixture
     def unconnected(self, sshd, tmp_path):
