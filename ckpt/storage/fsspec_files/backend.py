@@ -39,6 +39,10 @@ _LOGIN_REFUSED = re.compile(
 # show the local time, without its zone and mostly without a year.
 _TIME_OF_FTP = re.compile(r"[0-9]{14}(?=\.|$)")
 _SFTP_FAILURE = "OSError: Failure"
+# libhdfs gives the first number, its EINTERNAL, to all of Java's exceptions but eleven, so also to a lost connection and to a
+# NameNode that is not the active one
+# (https://github.com/apache/hadoop/blob/trunk/hadoop-hdfs-project/hadoop-hdfs-native-client/src/main/native/libhdfs/exception.c).
+_OF_HDFS: dict[int | None, str] = {255: "", errno.EROFS: " (a NameNode in safe mode says so, as for minutes after its start)"}
 
 
 class FsspecStorage:
@@ -300,10 +304,10 @@ class FsspecStorage:
         except ImportError as exc:
             raise ValueError(f"{self._url} cannot be a storage: {exc}; install what its filesystem needs") from exc
         except Exception as exc:
-            if isinstance(exc, OSError) and exc.errno is not None and not isinstance(exc, socket.gaierror):
+            if _has_clear_number(exc):
                 raise
-            # A protocol library's own exceptions, and errors without a number: usually a lost connection.
-            text = without_secrets(f"{type(exc).__name__}: {exc}")
+            # A protocol library's own exceptions, and errors without a clear number: usually a lost connection.
+            text = without_secrets(f"{type(exc).__name__}: {exc}") + _OF_HDFS.get(getattr(exc, "errno", None), "")
             # The status of WebDAV's HTTPError, and of HTTP clients' own errors.
             status = getattr(getattr(exc, "response", exc), "status_code", None)
             if status == HTTPStatus.INSUFFICIENT_STORAGE:
@@ -313,6 +317,13 @@ class FsspecStorage:
             if text == _SFTP_FAILURE:
                 text += " (SFTP servers give no other reason on a full or read-only disk)"
             raise StorageError(f"{where}: {text}") from None
+
+
+def _has_clear_number(error: Exception) -> bool:
+    """Return whether an error has a number that tells what to do, as those of this machine's system, which name a file, do."""
+    if not isinstance(error, OSError) or error.errno is None or isinstance(error, socket.gaierror):
+        return False
+    return error.errno not in _OF_HDFS or error.filename is not None
 
 
 def _refused(where: str, text: str) -> PermissionError:

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import boto3
 import fsspec
@@ -562,6 +563,7 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
             (FileNotFoundError("/x"), FileNotFoundError, "memory://.*/run/x does not exist"),
             (PermissionError("no"), PermissionError, "memory://.*/run/x is refused"),
             (OSError(28, "No space left on device"), OSError, "No space left"),
+            (OSError(30, "Read-only file system", "/x.zip"), OSError, "Read-only file system: '/x.zip'"),
             (EOFError("connection lost"), StorageError, "memory://.*/run/x: EOFError: connection lost"),
             (ModuleNotFoundError("No module named 'pyarrow'"), ValueError, "No module named 'pyarrow'; install what"),
             (RefusedRequestError(401), PermissionError, "memory://.*/run/x is refused"),
@@ -576,6 +578,17 @@ class TestMemoryStorage(StorageContract, WholeWritesContract):
         monkeypatch.setattr(memory.MemoryFileSystem, "cat_file", fail)
         with pytest.raises(expected, match=words):
             storage.get_bytes("run/x")
+
+    @pytest.mark.parametrize(
+        ("number", "words"),
+        [(255, r"\[errno 255\] Unknown error 255"), (errno.EROFS, r"\(a NameNode in safe mode says so, as for minutes")],
+    )
+    def test_what_a_namenode_answers_while_it_restarts_may_pass(self, storage, monkeypatch, number, words):
+        """libhdfs has no other number for a lost connection or a standby, nor for safe mode."""
+        error = OSError(number, f"HDFS Write failed. Detail: [errno {number}] {os.strerror(number)}")
+        monkeypatch.setattr(memory.MemoryFileSystem, "pipe_file", Mock(side_effect=error))
+        with pytest.raises(StorageError, match=f"run/x: OSError: .*{words}"):
+            storage.put_bytes("run/x", b"1")
 
     def test_as_many_files_are_deleted_at_once_as_there_are_connections(self, storage, raw_keys, monkeypatch):
         keys = [f"run/{number}" for number in range(8)]
