@@ -25,7 +25,7 @@ from prefect_torch.ckpt.text import without_secrets
 
 from .connections import Connections, FileSystem, with_limited_waits
 from .folders import find_files, make_folder, remove_empty, rmdir_spares_files
-from .reads import open_whole, read_range, read_whole
+from .reads import look_up, open_whole, read_range, read_whole
 from .writes import can_replace, create, require_whole
 
 _WRAPPERS = {"blockcache", "cached", "dir", "filecache", "generic", "simplecache"}
@@ -194,7 +194,7 @@ class FsspecStorage:
     def size(self, key: str) -> int:
         """Return an object's size in bytes."""
         with self._reading(key) as fs:
-            info = fs.info(self._path(key))
+            info = look_up(fs, self._path(key))
             if info.get("type", "file") != "file":
                 raise FileNotFoundError(key)
         size: int = info["size"]
@@ -334,14 +334,15 @@ def _remove(fs: FileSystem, path: str) -> None:
     """Remove a file.
 
     Raises:
-        FileNotFoundError: If it does not exist, for which FTP has an error of its own, that of a missing permission, too.
+        FileNotFoundError: If it does not exist, for which FTP has an error of its own, that of a missing permission, too, and
+            libhdfs EIO.
 
     """
     try:
         fs.rm_file(path)
     except Exception as exc:
-        if not isinstance(exc, OSError):
-            fs.info(path)
+        if not isinstance(exc, OSError) or exc.errno == errno.EIO:
+            look_up(fs, path)
         raise
 
 

@@ -38,12 +38,32 @@ def open_whole(fs: FileSystem, path: str, most: int | None = None) -> Iterator[A
             file.prefetch(there, max_concurrent_requests=_REQUESTS_ON_THE_WAY)
         elif most is not None:
             known = getattr(file, "size", None)
-            _require_few(path, fs.info(path)["size"] if known is None else known, most)
+            _require_few(path, look_up(fs, path)["size"] if known is None else known, most)
         yield file
         size = getattr(file, "size", size)
         num_read: int | None = None if size is None else file.tell()
     if num_read is not None and num_read != size:  # the size may be that of a compressed response
-        _require_read(path, num_read, fs.info(path)["size"])
+        _require_read(path, num_read, look_up(fs, path)["size"])
+
+
+def look_up(fs: FileSystem, path: str) -> dict[str, Any]:
+    """Return what `fs.info` does, also where that takes every failure for a missing file.
+
+    pyarrow's for HDFS does so (HadoopFileSystem::GetFileInfo); its open tells the reason.
+
+    Raises:
+        FileNotFoundError: If nothing is at `path`.
+        StorageError: If something is, though none was found at first.
+
+    """
+    try:
+        found: dict[str, Any] = fs.info(path)
+    except FileNotFoundError:
+        if _is_hdfs(fs):
+            with fs.open(path, "rb"):
+                raise StorageError(f"{path}: its status was not given, but it can be opened") from None
+        raise
+    return found
 
 
 def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
@@ -64,7 +84,7 @@ def read_range(fs: FileSystem, path: str, start: int, num_bytes: int) -> bytes:
             return found
         data: bytes = file.read(num_bytes)
     if len(data) < num_bytes:
-        _require_read(path, len(data), min(num_bytes, fs.info(path)["size"] - start))
+        _require_read(path, len(data), min(num_bytes, look_up(fs, path)["size"] - start))
     return data
 
 
@@ -95,8 +115,13 @@ def _require_few(path: str, num_there: int, most: int | None) -> None:
 
 
 def _reads_by_opening(fs: FileSystem) -> bool:
-    """Return whether `fs` reads a file's bytes only by opening it."""
-    return type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem)
+    """Return whether `fs` reads a file's bytes only by opening it; for HDFS, fsspec seeks 0 in a stream that cannot seek."""
+    return _is_hdfs(fs) or (type(fs).cat_file is AbstractFileSystem.cat_file and not isinstance(fs, AsyncFileSystem))
+
+
+def _is_hdfs(fs: FileSystem) -> bool:
+    is_hdfs: bool = fs.protocol == "hdfs"
+    return is_hdfs
 
 
 def _is_ftp(fs: FileSystem) -> bool:

@@ -11,6 +11,7 @@ from prefect_torch.ckpt.storage.keys import temporary_name
 
 from .connections import FileSystem
 from .folders import MANY_OTHERS, make_folder
+from .reads import look_up
 
 _PIECE_BYTES = 2**15  # the most that an SFTP server transfers in one request
 
@@ -76,7 +77,7 @@ def require_whole(fs: FileSystem, path: str, num_bytes: int) -> None:
 
     """
     fs.invalidate_cache()
-    size = fs.info(path)["size"]
+    size = look_up(fs, path)["size"]
     if size != num_bytes:
         fs.rm_file(path)
         raise StorageError(f"{path}: {size} of {num_bytes} bytes were stored")

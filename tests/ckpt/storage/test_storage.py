@@ -38,6 +38,7 @@ from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
 from prefect_torch.ckpt.storage.digest import write_all
+from prefect_torch.ckpt.storage.fsspec_files import backend as fsspec_backend
 from prefect_torch.ckpt.storage.fsspec_files.backend import FsspecStorage
 from prefect_torch.ckpt.storage.local_files.root_folder import Way
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
@@ -721,6 +722,85 @@ def test_what_another_process_stores_in_a_folder_that_was_just_empty_stays(tmp_p
     storage.delete(["run/pins/a.json"])
     assert len(stored) == 1
     assert [info.key for info in storage.list("run/")] == ["run/pins/b.json"]
+
+
+class Hdfs(RecursiveRmdir):
+    """As fsspec's, over pyarrow and libhdfs: a failing look-up finds nothing, and what is missing cannot be deleted."""
+
+    protocol = "hdfs"
+    is_away = False
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("as-hdfs://"))
+
+    def info(self, path, **kwargs):
+        if Hdfs.is_away:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return super().info(path, **kwargs)
+
+    def _open(self, path, mode="rb", **kwargs):
+        if Hdfs.is_away:
+            raise OSError(255, "Opening HDFS file failed. Detail: [errno 255] Unknown error 255")
+        return super()._open(path, mode, **kwargs)
+
+    def rm_file(self, path):
+        if Hdfs.is_away:
+            raise OSError(255, "HDFS delete failed. Detail: [errno 255] Unknown error 255")
+        if not Path(path).exists():
+            raise OSError(errno.EIO, "HDFS delete failed. Detail: [errno 5] Input/output error")
+        super().rm_file(path)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        if start == 0:
+            raise OSError("only valid on seekable files")
+        return super().cat_file(path, start, end, **kwargs)
+
+
+@pytest.fixture
+def hdfs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Hdfs, "is_away", False)
+    fsspec.register_implementation("as-hdfs", Hdfs, clobber=True)
+    return FsspecStorage(f"as-hdfs://{tmp_path}/store", {})
+
+
+def test_hdfs_reads_a_range_from_the_beginning_and_deletes_what_is_missing(hdfs, tmp_path):
+    hdfs.put_bytes("run/x", b"123")
+    into = memoryview(bytearray(5))
+    assert (hdfs.get_range("run/x", 0, into), bytes(into[:3])) == (3, b"123")
+    hdfs.delete(["run/missing", "run/x", "other/missing"])
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+
+
+def test_a_namenode_that_is_away_is_not_taken_for_a_missing_file(hdfs, monkeypatch, tmp_path):
+    hdfs.put_bytes("run/x", b"123")
+    reads = [
+        hdfs.get_bytes,
+        hdfs.size,
+        hdfs.digest,
+        lambda key: hdfs.get_range(key, 1, memoryview(bytearray(1))),
+        lambda key: hdfs.get_file(key, tmp_path / "got", 3),
+    ]
+    for call in reads:
+        with pytest.raises(FileNotFoundError):
+            call("run/missing")
+    monkeypatch.setattr(Hdfs, "is_away", True)
+    for call in (*reads, lambda key: hdfs.delete([key])):
+        with pytest.raises(StorageError, match="errno 255"):
+            call("run/x")
+
+
+def test_a_put_whose_size_cannot_be_looked_up_on_hdfs_may_be_tried_again(hdfs, monkeypatch):
+    hdfs.put_bytes("run/x", b"123")
+    real = fsspec_backend.require_whole
+
+    def goes_away(*args):
+        Hdfs.is_away = True
+        real(*args)
+
+    monkeypatch.setattr(fsspec_backend, "require_whole", goes_away)
+    with pytest.raises(StorageError, match="errno 255"):
+        hdfs.put_bytes("run/y", b"1")
 
 
 class TestSftpStorage(StorageContract, WholeWritesContract):
