@@ -1,4 +1,9 @@
-"""Bytes written to a local file and digested while they move: past the page cache where that is faster."""
+"""Bytes written to a local file and digested while they move: past the page cache where that is faster.
+
+Not on FUSE: what is mounted there may be a bucket, which takes a file's bytes in their order only
+(https://github.com/awslabs/mountpoint-s3/blob/main/doc/SEMANTICS.md; Databricks' volumes). Past the page cache, the kernel may
+send many requests of one write at a time.
+"""
 
 import errno
 import fcntl
@@ -14,6 +19,7 @@ import xxhash
 from prefect_torch.ckpt.errors import is_of_full_disk
 from prefect_torch.ckpt.storage.digest import CHUNK_BYTES, RunningDigest, copy_and_digest, split, write_all
 from prefect_torch.ckpt.storage.machine.anonymous_memory import anonymous_memory
+from prefect_torch.ckpt.storage.machine.mounts import may_be_fuse
 from prefect_torch.ckpt.storage.protocol import Transfer
 
 from .direct_io import ALIGNED_BYTES, write_direct
@@ -28,9 +34,10 @@ _REFUSED = (errno.EINVAL, errno.EFAULT)  # this filesystem does not support O_DI
 
 def write_and_digest(parts: Iterable[memoryview], target: io.FileIO) -> Transfer:
     """Write `parts` into the raw file `target`, past the page cache where possible, and return the size and digest."""
-    digest = RunningDigest()
+    digest, is_in_order = RunningDigest(), may_be_fuse(target.fileno())
     for part in parts:
-        for piece in digest.passed(split([write_direct(target, part, digest.update)], CHUNK_BYTES)):
+        rest = part if is_in_order else write_direct(target, part, digest.update)
+        for piece in digest.passed(split([rest], CHUNK_BYTES)):
             write_all(target, piece)
     return digest.transfer()
 
@@ -48,7 +55,7 @@ def copy_file(source: io.FileIO, target: io.FileIO) -> Transfer:
             data += source.readall()
         write_all(target, data)
         return Transfer(len(data), xxhash.xxh3_128_hexdigest(data))
-    if size < _LEAST_BYTES or not hasattr(os, "O_DIRECT"):
+    if size < _LEAST_BYTES or not hasattr(os, "O_DIRECT") or may_be_fuse(target.fileno()):
         return copy_and_digest(source, target)
     pieces = [memoryview(anonymous_memory(_PIECE_BYTES)) for _ in range(_PIECES)]
     digest, writing, offset = RunningDigest(), deque[Future[None]](), 0

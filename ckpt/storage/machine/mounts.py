@@ -17,6 +17,12 @@ def filesystem_of(folder: Path | int) -> str | None:
     return None if mount is None else mount[0]
 
 
+def may_be_fuse(descriptor: int) -> bool:
+    """Return whether an open file is on FUSE, also if that is unknown; costs a stat for one that is on a disk, also by FUSE."""
+    is_on_disk = os.major(os.fstat(descriptor).st_dev) != 0
+    return not is_on_disk and (filesystem_of(descriptor) or "fuse").startswith("fuse")
+
+
 def is_local(folder: Path) -> bool:
     """Return whether `folder` is on a filesystem of this kernel alone, which no other machine sees; False if unknown."""
     return filesystem_of(folder) in _OF_ONE_KERNEL

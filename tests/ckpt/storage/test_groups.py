@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from prefect_torch.ckpt.errors import is_of_full_disk
-from prefect_torch.ckpt.storage.local_files import syncing
+from prefect_torch.ckpt.storage.local_files import copies, syncing
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy
 from prefect_torch.ckpt.storage.retry import RetryingStorage
@@ -448,6 +449,33 @@ def test_no_buffer_of_a_large_copy_is_filled_again_before_it_is_written(storage,
     storage.put_file("run/big", source / "big")
     assert writes.fired > 5
     assert storage.get_bytes("run/big") == data
+
+
+@pytest.mark.parametrize("verb", ["file", "files", "buffers"])
+def test_large_data_are_written_in_order_and_through_the_page_cache_to_fuse(storage, source, monkeypatch, verb):
+    """Buckets that are mounted take nothing else; past the page cache, one write becomes many requests at a time."""
+    data = mmap.mmap(-1, 24 * 2**20 + 5)
+    data[:] = os.urandom(len(data))
+    (source / "big").write_bytes(data)
+    monkeypatch.setattr(copies, "may_be_fuse", lambda _: True)
+    write = os.write
+
+    def written(descriptor, piece):
+        assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0)
+        return write(descriptor, piece)
+
+    def out_of_order(*args):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    Writes(monkeypatch, out_of_order)
+    monkeypatch.setattr(os, "write", written)
+    if verb == "file":
+        storage.put_file("run/big", source / "big")
+    elif verb == "files":
+        storage.put_files({"run/big": source / "big"})
+    else:
+        storage.put_buffers("run/big", [memoryview(data)])
+    assert storage.get_bytes("run/big") == data[:]
 
 
 def test_an_error_of_a_large_copy_is_raised_and_leaves_nothing(storage, source, monkeypatch):

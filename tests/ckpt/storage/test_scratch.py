@@ -89,6 +89,17 @@ def test_a_mount_that_others_may_change_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not mounts._MOUNTS.exists(), reason="this system does not tell its mounts")
+@pytest.mark.parametrize(("filesystem", "is_fuse"), [("fuse", True), ("fuse.s3fs", True), (None, True), ("nfs4", False)])
+def test_a_file_that_is_on_no_disk_and_of_no_known_filesystem_may_be_on_fuse(monkeypatch, filesystem, is_fuse):
+    with Path("/proc/self/status").open() as file:
+        assert not mounts.may_be_fuse(file.fileno())
+        monkeypatch.setattr(mounts, "filesystem_of", lambda _: filesystem)
+        assert mounts.may_be_fuse(file.fileno()) == is_fuse
+        monkeypatch.setattr(os, "major", lambda _: 8)
+        assert not mounts.may_be_fuse(file.fileno())
+
+
+@pytest.mark.skipif(not mounts._MOUNTS.exists(), reason="this system does not tell its mounts")
 def test_btrfs_whose_directories_have_other_numbers_than_its_mount_is_known(tmp_path, monkeypatch):
     """Each subvolume has a number of its own."""
     folder = os.open(tmp_path, os.O_RDONLY)
