@@ -24,10 +24,13 @@ ListingOrder: TypeAlias = Literal["keys", "folders", "none"]
 _CONTENT = b"prefect-torch probe"
 _LARGE_BYTES = 8 * 2**20 + 1  # a bucket takes it in two parts, the first as large as those of any file of up to 80 GB
 _NAMES = ("a.json", "a/b.json", "a-c/d", "b.json", "c")  # each known order of listings sorts these differently
+_MOUNTED = "if a bucket is mounted there, give the bucket itself, as s3://bucket/prefix; else another location"
 _ADVICE: dict[int | None, str] = {
     errno.ENOSPC: "free some space, or give another location",
     errno.EDQUOT: "free some space, or give another location",
     errno.EROFS: "mount it writable, or give another location",
+    errno.ENOSYS: _MOUNTED,
+    errno.ENOTSUP: _MOUNTED,
 }
 _REMEDIES: dict[type[Exception], str] = {
     ClockSkewError: "have NTP set this machine's clock",

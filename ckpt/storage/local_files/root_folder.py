@@ -18,6 +18,7 @@ T = TypeVar("T")
 _PLACE = os.O_DIRECTORY | getattr(os, "O_PATH", 0)
 _LISTED = os.O_RDONLY | os.O_DIRECTORY
 _MANY_DELETES = 100  # more deletes do not hit one put; where nothing can be created, as in /proc, the loop must end
+_NOT_OFFERED = {errno.ENOSYS, errno.ENOTSUP}  # as Mountpoint for S3 answers
 _NO_FILE = {errno.ENXIO, errno.ENODEV, errno.ELOOP}  # a socket, a device without a driver, a link
 _STAYS = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EBUSY}  # the last: a mount point
 
@@ -149,6 +150,8 @@ class Way:
             os.replace(source, target, src_dir_fd=self.folder, dst_dir_fd=self.folder)
         except OSError as exc:
             exc.filename, exc.filename2 = str(self.path(source)), str(self.path(target))  # the call knew the last names only
+            if exc.errno in _NOT_OFFERED:
+                exc.strerror = f"{exc.strerror} (this filesystem cannot rename files)"
             raise
 
     def unlink(self, name: str) -> None:

@@ -1,5 +1,7 @@
 """A storage that trainings cannot use is told in words: what fails, why, and what to do."""
 
+import errno
+import os
 import pickle
 from itertools import chain, islice
 from unittest.mock import Mock
@@ -210,6 +212,17 @@ def test_a_place_that_cannot_be_written_to_is_told():
     with pytest.raises(StorageUnfitError, match="/sys/prefect-torch does not write: ") as caught:
         CheckpointStorage(location="/sys/prefect-torch").check()
     assert caught.value.advice.startswith(("let this user write there", "mount it writable"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP])
+def test_a_mount_that_cannot_rename_files_is_told(tmp_path, monkeypatch, number):
+    """Such as Mountpoint for S3: no right to write helps."""
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(StorageUnfitError, match=r"does not write: .* \(this filesystem cannot rename files\)") as caught:
+        probe_storage(LocalStorage(tmp_path))
+    assert caught.value.advice == (
+        "if a bucket is mounted there, give the bucket itself, as s3://bucket/prefix; else another location"
+    )
 
 
 class Forgetful(LocalStorage):
