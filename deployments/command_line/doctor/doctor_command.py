@@ -31,6 +31,20 @@ _ORDERS: dict[ListingOrder, str] = {
     "folders": "directory by directory",
     "none": "in no known order, so that the latest of more than a thousand checkpoints is found by listing them all",
 }
+_KEPT_BY_GOOGLE = (
+    Finding(
+        "storage",
+        "warning",
+        "Google keeps the parts of interrupted uploads, and bills them, until a rule of the bucket deletes them",
+        "add a lifecycle rule AbortIncompleteMultipartUpload, such as after a day, unless the bucket has one",
+    ),
+    Finding(
+        "storage",
+        "warning",
+        "Google keeps pruned checkpoints for seven days, and bills them, unless the bucket's soft delete is off or shorter",
+        "switch it off, by `gcloud storage buckets update --clear-soft-delete gs://BUCKET`, unless the bucket is to have it",
+    ),
+)
 _Check: TypeAlias = Callable[[], Iterable[Finding]]
 
 
@@ -100,9 +114,7 @@ def _check_storage(text: str) -> Iterator[Finding]:
     found = f"{probe.url}: wrote, listed, read and deleted in {probe.total_s:.2f} s; lists {_ORDERS[probe.order]}"
     yield Finding("storage", "ok", found)
     if canonical(probe.url).startswith("gs://"):
-        kept = "Google keeps the parts of interrupted uploads, and bills them, until a rule of the bucket deletes them"
-        advice = "add a lifecycle rule AbortIncompleteMultipartUpload, such as after a day, unless the bucket has one"
-        yield Finding("storage", "warning", kept, advice)
+        yield from _KEPT_BY_GOOGLE
 
 
 def _run(checks: Iterable[tuple[str, _Check]]) -> Iterator[Finding]:

@@ -61,15 +61,16 @@ def test_a_number_of_ranks_needs_a_cluster(command):
     assert "--cluster" in err
 
 
-def test_a_bucket_of_google_keeps_the_parts_of_interrupted_uploads_until_a_rule_deletes_them(as_json, prefect_server):
+def test_doctor_names_what_a_bucket_of_google_keeps_and_bills(as_json, prefect_server):
     gcp = pytest.importorskip("prefect_gcp")
     with keeping_objects() as (endpoint, objects):
         credentials = gcp.GcpCredentials(service_account_info=service_account_key(endpoint))
         gcp.GcsBucket(bucket="bucket", gcp_credentials=credentials).save("doctored", overwrite=True)
         findings = [it for it in as_json("doctor", "gcs-bucket/doctored") if it["check"] == "storage"]
         assert objects == {}
-    assert [it["status"] for it in findings] == ["ok", "warning"]
+    assert [it["status"] for it in findings] == ["ok", "warning", "warning"]
     assert "AbortIncompleteMultipartUpload" in findings[1]["advice"]
+    assert "--clear-soft-delete" in findings[2]["advice"]
 
 
 def test_a_storage_that_forgets_to_delete_is_wrong(command, local, monkeypatch):
