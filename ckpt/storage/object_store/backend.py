@@ -52,7 +52,7 @@ class ObstoreStorage:
         self._url = url.rstrip("/")
         self._options = dict(options)
         self._deadline_s = deadline_s
-        self._store, self._uploading = open_object_stores(self._url, self._options, deadline_s)
+        self._store, self._reading, self._uploading = open_object_stores(self._url, self._options, deadline_s)
         self._deleting = self._store
         self._has_answered = False
         self._sends_ranges_with_status_200 = False
@@ -107,7 +107,7 @@ class ObstoreStorage:
             digest.update(data)
             take(data)
 
-        read_in_order(size, lambda start, into: self.get_range(key, start, into), take_digested)
+        read_in_order(size, partial(self._get_range, self._reading, key), take_digested)
         got = digest.transfer()
         if got.bytes < size:
             raise StorageError(f"{self._url}/{key}: {got.bytes} bytes came of the {size} that it has")
@@ -139,12 +139,15 @@ class ObstoreStorage:
 
     def get_range(self, key: str, start: int, into: memoryview) -> int:
         """Copy the object's bytes from `start` on into `into`, with one request, and return their number."""
+        return self._get_range(self._store, key, start, into)
+
+    def _get_range(self, store: ObjectStore, key: str, start: int, into: memoryview) -> int:
         if not into:
             return 0
         if self._sends_ranges_with_status_200:
             return self._get_range_with_status_200(key, start, into)
         try:
-            data = self._call_for(key, lambda: obstore.get_range(self._store, check_key(key), start=start, length=len(into)))
+            data = self._call_for(key, lambda: obstore.get_range(store, check_key(key), start=start, length=len(into)))
         except PermissionError:
             raise
         except (OSError, StorageError) as exc:
@@ -154,7 +157,7 @@ class ObstoreStorage:
             left = max(0, self.size(key) - start)
             if left >= len(into):
                 raise
-            return self.get_range(key, start, into[:left])  # some servers refuse a range that extends beyond the end
+            return self._get_range(store, key, start, into[:left])  # some servers refuse a range that extends beyond the end
         view = memoryview(data)
         if len(view) > len(into):
             raise StorageError(f"{self._url}/{key}: {len(view)} bytes came instead of {len(into)}")
@@ -218,7 +221,7 @@ class ObstoreStorage:
             except (OSError, StorageError) as exc:
                 if not isinstance(self._store, S3Store) or not (refuses_request(exc) or _NO_NAMES in str(exc)):
                     raise
-            singly, _ = open_object_stores(self._url, {**self._options, "aws_disable_bulk_delete": "true"}, self._deadline_s)
+            singly = open_object_stores(self._url, {**self._options, "aws_disable_bulk_delete": "true"}, self._deadline_s).quick
             self._delete(singly, batch)
             self._deleting = singly
 

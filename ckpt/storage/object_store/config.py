@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore.exceptions
 import obstore.store
@@ -18,8 +18,13 @@ from .errors import first_reason
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-# For single requests, so that one lost part does not send a whole file again; whole operations are retried around this.
+# Whole operations are retried around these. A small request has few, so that missing credentials are told soon; a part of a
+# large object is tried until `retry_timeout`, lest a second in which a server refuses it transfers the whole object again.
 _REQUEST_RETRIES: Any = {"max_retries": 3}
+_PART_RETRIES: Any = {
+    "max_retries": 1000,
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 3.0},
+}
 _LONGEST_RETRIES_S = 30.0
 # A download is one request: only a stalled one may be cut off, else a large object on a slow line could never be read.
 _CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
@@ -82,13 +87,28 @@ _OF_THE_CLIENT = {
 }
 
 
-def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) -> "tuple[ObjectStore, ObjectStore]":
-    """Open the bucket at `url`, and open it again for uploads, whose responses are waited for longer; costs no request.
+class ObjectStores(NamedTuple):
+    """One bucket, opened for each kind of request.
+
+    Attributes:
+        quick: For small requests.
+        reading: For the ranges of a large object, which are retried longer.
+        uploading: For data, whose requests are retried longer, and their responses waited for longer.
+
+    """
+
+    quick: "ObjectStore"
+    reading: "ObjectStore"
+    uploading: "ObjectStore"
+
+
+def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) -> ObjectStores:
+    """Open the bucket at `url`; costs no request.
 
     Args:
         url: The bucket's URL.
         options: See `ObstoreStorage`.
-        deadline_s: The longest wait for a byte of a response; 120 s at most.
+        deadline_s: The longest wait for a byte of a response, 120 s at most, and four times the longest retries of a request.
 
     Raises:
         ValueError: If the url or an option is invalid.
@@ -119,20 +139,25 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service
 
-    retries = {"retry_timeout": timedelta(seconds=min(deadline_s / 4, _LONGEST_RETRIES_S)), **_REQUEST_RETRIES}
+    retry_timeout = timedelta(seconds=min(deadline_s / 4, _LONGEST_RETRIES_S))
 
-    def open_waiting(longest_s: float) -> "ObjectStore":
+    def open_waiting(longest_s: float, retries: Any) -> "ObjectStore":
         store: ObjectStore = open_url(
             re.sub("^gcs://", "gs://", url),
             config=config,
             client_options={"read_timeout": f"{longest_s:.0f}s", **client},
-            retry_config=retries,
+            retry_config={"retry_timeout": retry_timeout, **retries},
             credential_provider=provider,
         )
         return store
 
     try:
-        return open_waiting(max(1.0, min(deadline_s, _LONGEST_WAIT_S))), open_waiting(_UPLOAD_WAIT_S)
+        wait_s = max(1.0, min(deadline_s, _LONGEST_WAIT_S))
+        return ObjectStores(
+            quick=open_waiting(wait_s, _REQUEST_RETRIES),
+            reading=open_waiting(wait_s, _PART_RETRIES),
+            uploading=open_waiting(_UPLOAD_WAIT_S, _PART_RETRIES),
+        )
     except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter is for a URL, and does not name it
         hint = next((hint for reason, hint in _HINTS.items() if reason in str(exc)), "")
         raise ValueError(f"{url} cannot be opened: {first_reason(exc)}{hint}") from exc

@@ -376,7 +376,8 @@ def test_a_server_that_gives_one_page_for_ever_is_an_error(storage, proxy):
 
 
 @pytest.mark.parametrize("kind", ["moto", "rclone", "s3rver", "seaweedfs"])
-def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, tmp_path):
+def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, monkeypatch, tmp_path):
+    monkeypatch.setattr(object_store_config, "_LONGEST_RETRIES_S", 1.0)  # s3rver answers 500 to another completion
     server: S3Server = request.getfixturevalue(kind)
     (tmp_path / "large").write_bytes(LARGE)
     with proxied(server.endpoint) as proxy:
@@ -392,6 +393,24 @@ def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, tm
         stored = storage.put_file("run/x", tmp_path / "large")
         assert next(completions) > 0
         assert storage.digest("run/x") == stored
+
+
+@pytest.mark.parametrize("answer", [Response(503, b"<Error><Code>SlowDown</Code></Error>"), None], ids=["503", "lost"])
+def test_a_part_of_a_large_object_that_fails_for_a_while_is_transferred_again_alone(moto, proxy, monkeypatch, tmp_path, answer):
+    monkeypatch.setattr(object_store_config, "_LONGEST_RETRIES_S", 600.0)  # as long as the machine needs
+    options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
+    storage = ObstoreStorage(f"s3://{moto.new_bucket()}", options, 2400.0)
+    failed = {"PUT": count(), "GET": count()}
+
+    def change(method, path, response):
+        is_part = "partNumber=2&" in path or method == "GET"
+        return answer if is_part and next(failed[method]) < 4 else response
+
+    proxy.change = change
+    stored = storage.put_buffers("run/x", [memoryview(LARGE)])
+    assert storage.get_file("run/x", tmp_path / "x") == stored
+    assert sum("partNumber=" in request for request in proxy.requests) == 3 + 4
+    assert sum(request.startswith("GET ") for request in proxy.requests) == 5 + 4
 
 
 def test_credentials_that_have_expired_are_named_for_requests_without_a_body(storage, proxy, once):
