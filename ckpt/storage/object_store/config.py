@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import obstore.exceptions
 import obstore.store
-from prefect_torch.ckpt.storage.specs.aws import find_s3, has_credentials, virtual_hosts
+from prefect_torch.ckpt.storage.specs.aws import find_s3, has_credentials, has_virtual_hosts_alone, virtual_hosts
 from prefect_torch.ckpt.storage.specs.location import ENDPOINT_VARIABLES
 
 from .errors import first_reason
@@ -192,9 +192,11 @@ def _complete_s3(config: dict[str, Any], bucket: str) -> Any:
     """
     has_endpoint = "aws_endpoint_url" in config
     provider = _find_place_and_login(config)
-    if not has_endpoint and config.get(_VIRTUAL) == "true":  # a block's; an endpoint in the options has the bucket
-        del config[_VIRTUAL]
-        config.update(virtual_hosts(bucket, config.get("aws_endpoint_url")))
+    endpoint = config.get("aws_endpoint_url")
+    is_virtual = not has_endpoint and config.get(_VIRTUAL) == "true"  # a block's; an endpoint in the options has the bucket
+    if is_virtual or has_virtual_hosts_alone(bucket, endpoint):
+        config.pop(_VIRTUAL, None)
+        config.update(virtual_hosts(bucket, endpoint))
     return provider
 
 

@@ -9,6 +9,8 @@ from prefect_torch.ckpt.storage.retry import LoginError
 _OF_CONTAINER = ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
 _FIX = "fix ~/.aws/config, the file that AWS_CONFIG_FILE names, or the AWS_… variables"
 
+# AWS has names for its FIPS endpoints outside GovCloud with a bucket in them alone (https://aws.amazon.com/compliance/fips/).
+_FIPS = re.compile(r"https://s3-fips\.", re.IGNORECASE)
 _ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
@@ -66,6 +68,11 @@ def virtual_hosts(bucket: str, endpoint: str | None) -> dict[str, str]:
     if slashes and not host.startswith(f"{bucket}."):
         options["aws_endpoint_url"] = f"{scheme}://{bucket}.{host}"
     return options
+
+
+def has_virtual_hosts_alone(bucket: str, endpoint: str | None) -> bool:
+    """Return whether an endpoint is one of AWS' for FIPS; a bucket with a dot is no part of their names, as in boto3."""
+    return "." not in bucket and _FIPS.match(endpoint or "") is not None
 
 
 def has_credentials(session: Any) -> bool:

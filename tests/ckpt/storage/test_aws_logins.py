@@ -4,15 +4,19 @@ import json
 import textwrap
 import traceback
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import botocore.session
 import obstore
 import pytest
+from botocore.awsrequest import AWSResponse
 from botocore.config import Config
 from botocore.utils import ContainerMetadataFetcher
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.storage.object_store import multipart_uploads
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store.waits import Waits
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import RetryPolicy, StorageSpec
 from servers import S3Server, ScriptedServer
@@ -49,6 +53,10 @@ CONFIG = """
     region = eu-west-3
     use_dualstack_endpoint = true
 
+    [profile fips]
+    region = eu-west-3
+    use_fips_endpoint = true
+
     [profile role]
     role_arn = arn:aws:iam::123456789012:role/profile
     source_profile = lab
@@ -79,7 +87,7 @@ CONFIG = """
 """
 CREDENTIALS = "\n".join(
     f"[{name}]\naws_access_key_id = of {name}\naws_secret_access_key = x"
-    for name in ("default", "lab", "sections", "china", "dual")
+    for name in ("default", "lab", "sections", "china", "dual", "fips")
 )
 
 
@@ -141,6 +149,42 @@ def test_a_bucket_is_requested_as_aws_own_tools_would_request_it(machine, variab
     theirs = client.generate_presigned_url("get_object", {"Bucket": "bucket", "Key": "x"})
     ours = obstore.sign(ObstoreStorage("s3://bucket", {})._store, "GET", "x", A_MINUTE)
     assert _signed_for(ours) == _signed_for(theirs)
+
+
+FIPS = {**KEYS, "AWS_USE_FIPS_ENDPOINT": "true"}
+
+
+@pytest.mark.parametrize("bucket", ["bucket", "with.dots"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"AWS_PROFILE": "fips", "AWS_DEFAULT_REGION": "us-west-2"},
+        {**FIPS, "AWS_DEFAULT_REGION": "us-west-2"},
+        {**FIPS, "AWS_DEFAULT_REGION": "us-gov-west-1"},
+        {**FIPS, "AWS_DEFAULT_REGION": "us-east-1", "AWS_USE_DUALSTACK_ENDPOINT": "true"},
+    ],
+    ids=["profile", "variable", "gov", "dualstack"],
+)
+def test_a_fips_endpoint_has_the_host_of_the_bucket_that_aws_own_tools_request(machine, variables, bucket):
+    machine(variables)
+    client, asked = botocore.session.Session().create_client("s3"), []
+
+    def answer(request, **_):
+        asked.append(urlsplit(request.url))
+        return AWSResponse(request.url, 200, {}, SimpleNamespace(stream=list))
+
+    client.meta.events.register("before-send.s3", answer)
+    client.head_object(Bucket=bucket, Key="run/x")
+    ours = urlsplit(obstore.sign(ObstoreStorage(f"s3://{bucket}", {})._store, "GET", "run/x", A_MINUTE))
+    assert [(it.netloc, it.path) for it in asked] == [(ours.netloc, ours.path)]
+
+
+def test_uploads_to_a_fips_endpoint_are_aborted_at_the_host_of_the_bucket(machine):
+    machine({**FIPS, "AWS_DEFAULT_REGION": "us-west-2"})
+    client = multipart_uploads._client(ObstoreStorage("s3://bucket", {})._store, True, None, Waits(1, 1))
+    assert urlsplit(client.generate_presigned_url("list_multipart_uploads", {"Bucket": "bucket"})).netloc == (
+        "bucket.s3-fips.us-west-2.amazonaws.com"
+    )
 
 
 @pytest.mark.parametrize("variables", [ROLE, {**LAB, **ROLE}, {"AWS_PROFILE": "role"}, {"AWS_PROFILE": "role", **ROLE}])
