@@ -10,11 +10,15 @@ import traceback
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import cloudpickle
 import httpx
+import obstore
 import pytest
+from botocore import UNSIGNED
 from http_proxy import Response, proxied
 from prefect.exceptions import ParameterTypeError
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
@@ -495,6 +499,75 @@ def test_the_timeouts_of_a_block_are_used(moto, way):
         with pytest.raises(StorageError):
             storage.get_bytes("run/x")
         given_up.set()
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+@pytest.mark.parametrize(
+    ("config", "host"),
+    [
+        ({"use_fips_endpoint": True}, "bucket.s3-fips.us-west-2.amazonaws.com"),
+        ({"use_dualstack_endpoint": True}, "s3.dualstack.us-west-2.amazonaws.com"),
+        ({"s3": {"use_dualstack_endpoint": True}}, "s3.dualstack.us-west-2.amazonaws.com"),
+        ({"use_fips_endpoint": True, "s3": {"addressing_style": "virtual"}}, "bucket.s3-fips.us-west-2.amazonaws.com"),
+        ({"use_fips_endpoint": True, "region_name": "us-east-2"}, "bucket.s3-fips.us-east-2.amazonaws.com"),
+        ({"region_name": "us-east-2"}, "s3.us-east-2.amazonaws.com"),
+    ],
+)
+def test_a_block_says_which_hosts_of_aws_are_requested(monkeypatch, way, config, host):
+    monkeypatch.setenv("AWS_REGION", "us-west-2")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    storage = open_storage(_spec_with_config(way, None, config))._storage
+    assert urlsplit(obstore.sign(storage._store, "GET", "run/x", timedelta(minutes=1))).netloc == host
+
+
+def test_a_block_with_a_profile_says_which_hosts_of_aws_are_requested(monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-west-3\nuse_dualstack_endpoint = true\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    parameters = AwsClientParameters(config={"use_fips_endpoint": True})
+    credentials = AwsCredentials(profile_name="lab", region_name="us-west-2", aws_client_parameters=parameters)
+    options = resolve_storage(S3Bucket(bucket_name="bucket", credentials=credentials)).options
+    assert options["aws_endpoint_url"] == "https://s3-fips.dualstack.us-west-2.amazonaws.com"
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+def test_an_endpoint_of_a_block_comes_before_the_hosts_of_aws(way):
+    options = _spec_with_config(way, "http://minio:9000", {"use_fips_endpoint": True}).options
+    assert options == _spec_with_config(way, "http://minio:9000", {}).options
+
+
+@pytest.mark.parametrize("signature", ["unsigned", UNSIGNED])
+def test_a_block_without_signatures_gives_no_keys(signature):
+    parameters = AwsClientParameters(endpoint_url="http://minio:9000", config={"signature_version": signature})
+    for credentials in (
+        AwsCredentials(aws_access_key_id="key", aws_secret_access_key="x", aws_client_parameters=parameters),
+        MinIOCredentials(minio_root_user="key", minio_root_password="x", aws_client_parameters=parameters),
+    ):
+        options = resolve_storage(S3Bucket(bucket_name="bucket", credentials=credentials)).options
+        assert options == {"aws_endpoint_url": "http://minio:9000", "aws_skip_signature": "true"}
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"client_cert": "me.pem"}, "client_cert"),
+        ({"proxies_config": {"proxy_ca_bundle": "ca.pem"}}, "proxies_config"),
+        ({"ignore_configured_endpoint_urls": True}, "ignore_configured_endpoint_urls"),
+        ({"signature_version": "s3"}, "signature_version"),
+        ({"s3": {"use_accelerate_endpoint": True}}, r"s3\.use_accelerate_endpoint"),
+    ],
+)
+def test_a_setting_of_boto3_that_would_have_no_effect_is_refused(way, config, name):
+    with pytest.raises(ValueError, match=f"the settings {name} of its config have no effect: remove them from the block"):
+        _spec_with_config(way, "http://minio:9000", config)
+
+
+@pytest.mark.parametrize("way", ["block", "remote"])
+def test_settings_of_boto3_that_do_not_change_what_is_stored_are_left_out(way):
+    config = {"retries": {"mode": "adaptive"}, "max_pool_connections": 50, "signature_version": "s3v4", "user_agent_extra": "x"}
+    checksums = {"request_checksum_calculation": "when_required", "s3": {"payload_signing_enabled": True}}
+    spec = _spec_with_config(way, "http://minio:9000", {**config, **checksums})
+    assert spec.options == _spec_with_config(way, "http://minio:9000", {}).options
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9000", "http://[::1]:9000", "https://127.0.0.1"])

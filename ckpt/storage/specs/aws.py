@@ -14,13 +14,14 @@ _FIPS = re.compile(r"https://s3-fips\.", re.IGNORECASE)
 _ADDRESS = re.compile(r"\[|\d+\.\d+\.\d+\.\d+(?:[:/]|$)")
 
 
-def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str | None, str | None]:
+def find_s3(session: Any, region: str | None, endpoint: str | None, **hosts: bool) -> tuple[str | None, str | None]:
     """Return the region and the endpoint at which a botocore session would request S3; sends no request.
 
     Args:
         session: The session, which from now on requests all services in this region, or in us-east-1 if there is none.
         region: The region if it is given; None if the session is to find it.
         endpoint: The endpoint if it is given; None if the session is to find it.
+        hosts: botocore's `use_dualstack_endpoint` and `use_fips_endpoint`, if they are given.
 
     Returns:
         The region, or None if there is none; the endpoint, or None if it is AWS' usual one for the region.
@@ -39,7 +40,7 @@ def find_s3(session: Any, region: str | None, endpoint: str | None) -> tuple[str
         session.set_config_variable("region", region or "us-east-1")
         if endpoint is not None:
             return region, endpoint
-        found = session.create_client("s3", config=Config(signature_version=UNSIGNED)).meta
+        found = session.create_client("s3", config=Config(signature_version=UNSIGNED, **hosts)).meta
     except botocore.exceptions.ProfileNotFound as exc:
         raise ValueError(f"{exc}: fix AWS_PROFILE or the block's profile_name, or add the profile to ~/.aws/config") from exc
     except botocore.exceptions.BotoCoreError as exc:

@@ -1,5 +1,6 @@
 """Prefect blocks as storage: configuration and credentials, never the data path."""
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +16,8 @@ from prefect_aws.credentials import AwsCredentials, MinIOCredentials
 from prefect_aws.s3 import S3Bucket
 from prefect_torch.ckpt.storage.protocol import StorageSpec
 
-from .aws import find_s3, virtual_hosts
+from .aws import find_s3
+from .boto3_config import client_options, hosts_of, is_unsigned
 from .cloud_blocks import cloud_spec, is_cloud_block
 from .location import BLOCK_SLUGS, is_block_slug, parse_location
 
@@ -125,30 +127,32 @@ def _s3_spec(block: S3Bucket) -> StorageSpec:
     url = f"s3://{block.bucket_name}/{folder}" if folder else f"s3://{block.bucket_name}"
     credentials = block.credentials
     parameters = credentials.aws_client_parameters
-    region, endpoint = _region_and_endpoint(credentials)
+    config = parameters.config or {}
+    profile = None if isinstance(credentials, MinIOCredentials) else credentials.profile_name
+    region = config.get("region_name") or credentials.region_name  # the order of boto3
+    region, endpoint = _region_and_endpoint(profile, region, parameters.endpoint_url, config)
     options = {"aws_region": region, "aws_endpoint_url": endpoint}
-    if isinstance(credentials, MinIOCredentials):
-        options["aws_access_key_id"] = credentials.minio_root_user
-        options["aws_secret_access_key"] = credentials.minio_root_password.get_secret_value()
-    else:
-        options.update(_aws_keys(credentials))
+    options.update({} if is_unsigned(config) else _aws_keys(credentials))
     options.update(_tls_options(parameters.verify_cert_path or parameters.verify))
-    options.update(_virtual_hosts(parameters.config, block.bucket_name, endpoint))
-    options.update(_client_options(parameters.config, endpoint))
+    options.update(client_options(config, block.bucket_name, endpoint))
     return StorageSpec(url, {name: value for name, value in options.items() if value})
 
 
-def _region_and_endpoint(credentials: AwsCredentials | MinIOCredentials) -> tuple[str | None, str | None]:
-    """Return the block's own, or those of its profile, as boto3 finds them; other machines may lack the profile.
+def _region_and_endpoint(
+    profile: str | None, region: str | None, endpoint: str | None, config: Mapping[str, Any]
+) -> tuple[str | None, str | None]:
+    """Return those of a block, or of its profile and settings, as boto3 finds them; other machines may lack the profile.
 
     Raises:
         ValueError: If this machine lacks it.
 
     """
-    given = credentials.region_name, credentials.aws_client_parameters.endpoint_url
-    if isinstance(credentials, MinIOCredentials) or credentials.profile_name is None:
-        return given
-    return find_s3(botocore.session.Session(profile=credentials.profile_name), *given)
+    hosts = hosts_of(config)
+    if profile is None:
+        if endpoint is not None or not hosts:
+            return region, endpoint
+        region = region or os.environ.get("AWS_REGION")  # as without a block
+    return find_s3(botocore.session.Session(profile=profile), region, endpoint, **hosts)
 
 
 def _tls_options(verify: Any) -> dict[str, str | None]:
@@ -159,23 +163,13 @@ def _tls_options(verify: Any) -> dict[str, str | None]:
     }
 
 
-def _virtual_hosts(config: Mapping[str, Any] | None, bucket: str, endpoint: str | None) -> dict[str, str]:
-    """Return the options for boto3's addressing style."""
-    is_virtual = ((config or {}).get("s3") or {}).get("addressing_style") == "virtual"
-    return virtual_hosts(bucket, endpoint) if is_virtual else {}
-
-
-def _client_options(config: Mapping[str, Any] | None, endpoint: str | None) -> dict[str, str]:
-    """Return the options for boto3's proxies and timeouts (seconds)."""
-    config = config or {}
-    proxies: Mapping[str, str] = config.get("proxies") or {}
-    times = {name: f"{1000 * float(config[name]):.0f}ms" for name in ("connect_timeout", "read_timeout") if config.get(name)}
-    proxy = proxies.get((endpoint or "https").partition(":")[0].lower())
-    return {**times, **({} if proxy is None else {"proxy_url": proxy})}
-
-
-def _aws_keys(credentials: AwsCredentials) -> dict[str, str | None]:
+def _aws_keys(credentials: AwsCredentials | MinIOCredentials) -> dict[str, str | None]:
     """Return the block's keys, those of its profile or role, or none, so that the machine's own are used."""
+    if isinstance(credentials, MinIOCredentials):
+        return {
+            "aws_access_key_id": credentials.minio_root_user,
+            "aws_secret_access_key": credentials.minio_root_password.get_secret_value(),
+        }
     if credentials.profile_name is None and credentials.assume_role_arn is None:
         secret = credentials.aws_secret_access_key
         return {
@@ -211,15 +205,17 @@ def _remote_spec(block: RemoteFileSystem) -> StorageSpec:
             "no effect: remove them, or use an S3Bucket block"
         )
     client = {**(settings.get("client_kwargs") or {}), **settings}
+    config = settings.get("config_kwargs") or {}
+    region = client.get("region_name") or config.get("region_name")
+    region, endpoint = _region_and_endpoint(None, region, client.get("endpoint_url"), config)
     options = {
         "aws_access_key_id": client.get("key") or client.get("aws_access_key_id"),
         "aws_secret_access_key": client.get("secret") or client.get("aws_secret_access_key"),
         "aws_session_token": client.get("token") or client.get("aws_session_token"),
-        "aws_endpoint_url": client.get("endpoint_url"),
-        "aws_region": client.get("region_name"),
+        "aws_endpoint_url": endpoint,
+        "aws_region": region,
         "aws_skip_signature": "true" if client.get("anon") else None,
-        **_virtual_hosts(settings.get("config_kwargs"), rest.partition("/")[0], client.get("endpoint_url")),
-        **_client_options(settings.get("config_kwargs"), client.get("endpoint_url")),
+        **client_options(config, rest.partition("/")[0], endpoint),
         **_tls_options(client.get("verify")),
     }
     return StorageSpec(block.basepath.rstrip("/"), {name: str(value) for name, value in options.items() if value})
