@@ -50,6 +50,10 @@ _CODE = re.compile(r"(?:<Code>|\(code: |An error occurred \()(?P<code>[A-Za-z]\w
 _TIME = re.compile(r"<(?P<whose>Request|Server)Time>(?P<time>[^<]*)<")
 _ANSWER = re.compile(r"<(?P<name>Code|Message)>(?P<text>[^<]*)<")
 _DETAIL = re.compile(r"<AuthenticationErrorDetail>(?P<text>[^<:'\n]{1,80})")  # Azure's; the rest may quote what was signed
+# Azure's, Google's and AWS' STS' refusals of another time than theirs: their codes are those for wrong credentials.
+_OTHER_TIME = re.compile(
+    r"<AuthenticationErrorDetail>Request date header|Check your iat and exp values|: Signature (?:expired|not yet current): "
+)
 # Found below the first line of object_store's text, which is the same for every failed connection.
 _CERTIFICATE = re.compile(r"\bInvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(?P<why>\w+)")
 _CERTIFICATE_REMEDIES = {  # by the beginning of rustls' name for the reason (https://docs.rs/rustls/latest/rustls/enum.CertificateError.html)
@@ -102,7 +106,7 @@ def _translate_refused(error: Exception, where: str, reason: str) -> Exception |
         return OSError(f"{where}: {reason}; no listing continues past such a key: delete or rename that object")
     if "redirect without LOCATION" in text:
         return OSError(f"{where} is in another region: set aws_region, or AWS_REGION ({reason})")
-    if _code(error) in SKEWED:
+    if _code(error) in SKEWED or _OTHER_TIME.search(text) is not None:
         return ClockSkewError(
             f"this machine's clock differs from that of {where} by {_show_skew(text)}, so every request is refused: set it"
         )
@@ -209,7 +213,7 @@ def _show_skew(answer: str) -> str:
         times = {it["whose"]: _parse_time(it["time"]) for it in _TIME.finditer(answer)}
         behind_s = (times["Server"] - times["Request"]).total_seconds()
     except (KeyError, ValueError):  # other servers send the code only
-        return "more than the 15 minutes that S3 allows"
+        return "more than is allowed"
     return f"{show_age(abs(behind_s))} (it is {'behind' if behind_s > 0 else 'ahead'})"
 
 
