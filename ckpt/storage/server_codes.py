@@ -50,8 +50,8 @@ UNKNOWN = (
 # Remedy: free space. A quota in Ceph (rgw_common.cc, with 403) and MinIO (cmd/api-errors.go, with 400), and full disks.
 FULL = frozenset({"QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"})
 FULL_STATUS = 507
-# Remedy: another policy. The code may also be that of one object of many.
-REFUSED = frozenset({"AccessDenied"})
+# Remedy: another policy, or a login. The code may also be that of one object of many; the second is Azure's, with 409.
+REFUSED = frozenset({"AccessDenied", "PublicAccessNotPermitted"})
 REFUSED_STATUSES = frozenset({401, 403})
 # Remedy: another request, or another policy. Some servers call a request that they do not support malformed.
 REQUEST_REFUSED_STATUSES = REFUSED_STATUSES | {400, 405, 501}

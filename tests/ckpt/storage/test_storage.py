@@ -33,7 +33,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations import local as fsspec_local
 from fsspec.implementations import memory
 from left_behind import open_files
-from obstore.exceptions import GenericError, PermissionDeniedError
+from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
 from obstore.store import LocalStore
 from prefect_torch.ckpt import CheckpointStore, RetentionPolicy, StorageError
 from prefect_torch.ckpt.storage import digest
@@ -1424,6 +1424,19 @@ def test_a_blob_that_azure_has_archived_is_told_at_once():
     assert classify(error) == "final"
     assert "az://c/run/x" in str(error)
     assert "BlobArchived: This operation is not permitted on an archived blob." in str(error)
+
+
+@pytest.mark.parametrize("has_answered", [False, True])
+def test_a_request_without_a_login_that_azure_forbids_is_told_at_once(has_answered):
+    text = (
+        "Object at location x already exists: Error performing GET http://a/c/x in 4ms - Server returned non-2xx status code: "
+        "409 Conflict: <Error><Code>PublicAccessNotPermitted</Code>"
+        "<Message>Public access is not permitted on this storage account.</Message></Error>"
+    )
+    error = translate(AlreadyExistsError(text), "az://c/run/x", has_answered=has_answered)
+    assert type(error) is PermissionError
+    assert classify(error) == "final"
+    assert "check the credentials and their policy" in str(error)
 
 
 AZURE_REFUSAL = (
