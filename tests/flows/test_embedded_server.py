@@ -232,29 +232,41 @@ def test_a_fork_waits_for_no_thread_that_starts_a_server_in_its_parent():
 
 
 SERVED_BY_PARENT = """
-import os, subprocess
+import os, subprocess, sys
 from prefect.server.api.server import SubprocessASGIServer
-from prefect_torch.tasks.prefect_api.embedded_server import tying
 
-tying.tie_new_servers()
+if sys.argv[1] == "before":
+    from prefect_torch.tasks.prefect_api.embedded_server import tying
+    tying.tie_new_servers()
 server = SubprocessASGIServer()
 server.server_process = own = subprocess.Popen(["sleep", "600"])
-if (forked := os.fork()) == 0:
-    assert own.poll() == 0  # what Python says of another process's child
+reaped, has_reaped = os.pipe()
+forked = os.fork()
+from prefect_torch.tasks.prefect_api.embedded_server import tying
+tying.tie_new_servers()
+if forked == 0:
+    try:
+        assert own.poll() == 0  # what Python says of another process's child
+        assert tying.embedded_servers() == set()
+    finally:
+        os.kill(own.pid, 9)
+    os.read(reaped, 1)
     assert tying.embedded_servers() == set()
     server.server_process = subprocess.Popen(["true"])
     assert tying.embedded_servers() == {server}
     os._exit(0)
-_, status = os.waitpid(forked, 0)
-is_kept = tying.embedded_servers() == {server} and own.poll() is None
-own.kill()
+is_kept = tying.embedded_servers() == {server}
 own.wait()
+is_kept = is_kept and tying.embedded_servers() == {server}
+os.write(has_reaped, b".")
+_, status = os.waitpid(forked, 0)
 raise SystemExit(os.waitstatus_to_exitcode(status) or not is_kept)
 """
 
 
-def test_a_fork_leaves_its_parents_server_to_the_parent():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", SERVED_BY_PARENT], check=True, timeout=60)
+@pytest.mark.parametrize("imports", ["before", "after"])
+def test_a_fork_leaves_its_parents_server_to_the_parent(imports):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SERVED_BY_PARENT, imports], check=True, timeout=120)
 
 
 @pytest.fixture

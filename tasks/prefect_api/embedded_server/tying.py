@@ -32,7 +32,7 @@ _PROGRAM, _WATCHER = (str(Path(__file__).with_name(name)) for name in ("program.
 _SERVER_MODULE = "prefect.server.api.server"
 _STARTUP_TIMEOUT_S = 60
 _tied: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
-_inherited: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()  # by this fork, from the process that keeps them
+_starters: "weakref.WeakKeyDictionary[subprocess.Popen[Any], int]" = weakref.WeakKeyDictionary()  # the pid of who started each
 _beginning, _starting = threading.Lock(), threading.Lock()  # trainings in threads of one process share one server
 _has_begun = threading.Event()
 
@@ -47,7 +47,7 @@ def tie_new_servers() -> None:
     """
     with _beginning:
         if not _has_begun.is_set():
-            os.register_at_fork(after_in_child=_begin_in_this_fork)
+            os.register_at_fork(after_in_child=_release_in_this_fork)
             _when_server_is_imported(_tie_from_the_start)
             _has_begun.set()
 
@@ -68,12 +68,25 @@ def tie_running_servers() -> None:
 
 def embedded_servers() -> "set[SubprocessASGIServer]":
     """Return the embedded servers that this process has started; in a fork, those of the parent look as if they had died."""
-    return {server for server in _known_servers() if server.server_process not in _inherited}
-
-
-def _known_servers() -> "list[SubprocessASGIServer]":
     module = sys.modules.get(_SERVER_MODULE)
-    return [] if module is None else [*module.SubprocessASGIServer._instances.values()]  # noqa: SLF001 - Prefect offers no other way
+    known = [] if module is None else [*module.SubprocessASGIServer._instances.values()]  # noqa: SLF001 - Prefect offers no other way
+    return {server for server in known if _is_of_this_process(server.server_process)}
+
+
+def _is_of_this_process(process: "subprocess.Popen[Any] | None") -> bool:
+    """Return whether this process has started `process`; also if it has none, or one that was gone when it was first seen.
+
+    The kernel's word is remembered: the server that a parent has stopped, and started again, is no lost one of its fork.
+    """
+    if process is None:
+        return True
+    if process not in _starters:
+        try:
+            _, parent, *_ = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
+            _starters[process] = int(parent)
+        except OSError:  # it is gone, or there is no /proc
+            _starters[process] = os.getpid()
+    return _starters[process] == os.getpid()
 
 
 def _tie_from_the_start(module: ModuleType) -> None:
@@ -103,9 +116,8 @@ def _tie_from_the_start(module: ModuleType) -> None:
     server.start, server.stop = start_once, stop_for_good
 
 
-def _begin_in_this_fork() -> None:
-    """Leave the parent's servers to it, and release what another thread held at the fork, which is not in this process."""
-    _inherited.update(server.server_process for server in _known_servers() if server.server_process is not None)
+def _release_in_this_fork() -> None:
+    """Release what another thread held at the fork: that thread is not in this process, and nobody else would."""
     for lock in (_beginning, _starting, restarting):
         if lock.locked():
             lock.release()
