@@ -169,6 +169,7 @@ def evaluate(
         GpusBusyError: If the GPUs that the ranks need stay in use for longer than `wait_for_gpus_s`.
         NotEnoughMachinesError: If too few ranks fit on the cluster.
         StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory.
+        CancelledRun: If its flow run is cancelled in Prefect, and no flow run that calls it.
 
     """
     shorten_logs()

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Pause, PrefectException, TerminationSignal
+from prefect.exceptions import CancelledRun, Pause, PrefectException, TerminationSignal
 from prefect.states import Cancelled, Scheduled
 from prefect_torch.ckpt.runs.attempts.attempt import GAVE_WAY, SUSPENDED
 from prefect_torch.tasks.gang.termination import CancelledInPrefect, Interruption, Termination
@@ -28,6 +29,9 @@ _POLL_S = 5.0
 # A worker or runner sends SIGTERM to a cancelled flow run within ten seconds.
 _UNHEEDED_S = 30.0
 _LEAVE_S = 600.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @contextmanager
@@ -101,6 +105,31 @@ def cancellable(termination: Termination, find_other: Callable[[], BaseException
         yield
 
 
+def call_cancellable(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | State[Any]:
+    """Call a flow; where it alone is cancelled, that is an error of the call, as with any subflow in Prefect.
+
+    Its caller, which may catch the error, and the other work of that are not cancelled.
+
+    Args:
+        call: Calls the flow.
+        args: Its arguments.
+        kwargs: Its keyword arguments; with `return_state`, the cancelled state is returned.
+
+    Raises:
+        CancelledRun: If the flow run is cancelled, and none above it.
+
+    """
+    try:
+        return call(*args, **kwargs)
+    except CancelledInPrefect as exc:
+        if exc.alone is None:
+            raise
+        state = _record_cancelled(exc.alone)
+    if kwargs.get("return_state"):
+        return state
+    raise CancelledRun(state.message)
+
+
 @contextmanager
 def suspendable(termination: Termination) -> Iterator[None]:
     """Do what `cancellable` promises, and terminate the body within seconds after its flow run, or one above it, was suspended.
@@ -157,6 +186,7 @@ class _Cancellation:
             self._ids = self._ids or [it.id for it in flow_runs_from(client, self._this)]
             found = client.read_flow_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=self._ids)))
         self._cancelled = [it.id for it in found if is_cancellation(it.state)]
+        self._cause.alone = self._this.id if self._cancelled == [self._this.id] else None
         return self._cause if self._cancelled else None
 
     @contextmanager
@@ -168,21 +198,26 @@ class _Cancellation:
         try:
             yield
         finally:
+            if termination.cause is self._cause:
+                with suppress(PrefectException, *NO_ANSWER), without_retries():
+                    self.find()  # one above it may have been cancelled within the grace
             if termination.cause in (None, self._cause):
                 for flow_run_id in self._cancelled:
                     atexit.register(_record_cancelled, flow_run_id)
 
 
-def _record_cancelled(flow_run_id: UUID) -> None:
-    """Set a flow run that was cancelled to Cancelled at the end of its process, so that no automation runs it again.
+def _record_cancelled(flow_run_id: UUID) -> State[Any]:
+    """Set a flow run that was cancelled to Cancelled once it has ended, so that no automation runs it again; return that state.
 
     Prefect's engine ends it as Crashed, as Failed where it waits for the task of a training, or not at all.
     """
+    cancelled: State[Any] = Cancelled(message="Cancelled. Nobody ended its process, so its work ended by itself.")
     with suppress(PrefectException, *NO_ANSWER), without_retries(), get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
-        if state is not None and not (state.is_cancelled() or state.is_completed()):
-            message = "Cancelled. Nobody ended its process, so its work ended by itself."
-            client.set_flow_run_state(flow_run_id, Cancelled(message=message), force=True)
+        if state is not None and (state.is_cancelled() or state.is_completed()):
+            return state
+        client.set_flow_run_state(flow_run_id, cancelled, force=True)
+    return cancelled
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def sweep(
         SweepFailedError: If too many trials, or all, have failed, or Prefect's API refuses the flow run of a trial.
         RunBusyError: If another flow run that is alive leads this sweep.
         JournalDamagedError: If the sweep's journal is damaged.
+        CancelledRun: If its flow run is cancelled in Prefect, and no flow run that calls it.
 
     """
     shorten_logs()

@@ -133,6 +133,7 @@ def train(
         StorageNotSeenError: If a rank's machine sees another storage than this process, such as its own directory, or this
             process another one than the sweep that has started it.
         RestartsUsedUpError: If this flow run was started again though it had used up a budget of `failure`.
+        CancelledRun: If its flow run is cancelled in Prefect, and no flow run that calls it.
 
     """
     shorten_logs()

@@ -11,6 +11,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import State
 from prefect.exceptions import ParameterBindError, ParameterTypeError, SignatureMismatchError
 from prefect.transactions import BaseTransaction
+from prefect_torch.flows.interruptions import call_cancellable
 from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.parameters import as_shown
 from prefect_torch.flows.monitoring.terminal import show_short
@@ -54,7 +55,7 @@ class ShortTracebackFlow(Flow[P, R]):
                     terminated_with_caller(),
                     _outside_transactions(),
                 ):
-                    return _with_whole_message(call_for_result(super().__call__, *args, **kwargs))
+                    return _with_whole_message(call_cancellable(call_for_result, super().__call__, *args, **kwargs))
             except ParameterBindError as exc:
                 raise ParameterBindError(explain_unbound(self.fn, args, kwargs) or str(exc)) from None
             except Exception as exc:

@@ -14,6 +14,8 @@ from prefect.exceptions import TerminationSignal
 from prefect_torch.ckpt.storage.retry import retries_ended_by
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from prefect_torch.ckpt.runs.attempts.attempt import Outcome
 
 # A flow run is terminated by SIGTERM, which is also how a worker cancels, by Ctrl-C, or by the error that Prefect raises in a
@@ -80,10 +82,15 @@ class CancelledInPrefect(asyncio.CancelledError):
     """Requests the termination of a flow run that is cancelled, or one above it, while nobody ends its process.
 
     Not a TerminationSignal: Prefect's engine kills the process at the end of a flow that raises one, even a notebook's.
+
+    Attributes:
+        alone: The id of the flow run if it is cancelled, and none above it; else None.
+
     """
 
     def __init__(self) -> None:
         super().__init__("the flow run, or one above it, was cancelled in Prefect, and nobody ended its process")
+        self.alone: UUID | None = None
 
 
 class TerminatedError(Exception):

@@ -24,7 +24,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import FlowRunPolicy
 from prefect.context import FlowRunContext
-from prefect.exceptions import ObjectNotFound, Pause, TerminationSignal
+from prefect.exceptions import CancelledRun, ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -56,6 +56,7 @@ from prefect_torch.flows import (
     uniform,
     urgency,
 )
+from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.flows.calls.submitted_call import _switches_of, terminated_with_caller
 from prefect_torch.flows.interruptions import (
     cancellable,
@@ -469,6 +470,51 @@ def test_what_a_cancelled_flow_has_called_ends_after_half_a_minute(client, monke
     ((record, *which),) = at_exit
     record(*which)
     assert client.read_flow_run(begun[0]).state.is_cancelled()
+
+
+@pytest.mark.parametrize("above_too", [False, True])
+def test_a_flow_goes_on_after_the_cancellation_of_a_training_that_it_has_called_unless_it_is_cancelled(
+    client, monkeypatch, above_too
+):
+    """The cancellation of one training crashed its caller, and an automation trained all of it again."""
+    monkeypatch.setattr(interruptions, "_POLL_S", 0.01)
+    monkeypatch.setattr(interruptions, "_UNHEEDED_S", 0.1)
+    monkeypatch.setattr(interruptions, "atexit", SimpleNamespace(register=lambda *_: None))
+
+    def cancel(flow_run_id):
+        client.set_flow_run_state(UUID(flow_run_id), Cancelling(), force=True)
+
+    @short_tracebacks
+    @flow(persist_result=False)
+    def called():
+        begun.append(flow_run.id)
+        cancel(flow_run.id)
+        termination = Termination(30)
+
+        def lead():
+            wait_until(lambda: termination.is_requested, "the request", every_s=0.01)
+            if above_too:
+                cancel(begun[0])
+
+        with suspendable(termination):
+            termination.outlast(lead)
+
+    @flow
+    def caller():
+        begun.append(flow_run.id)
+        with pytest.raises(CancelledRun, match="Nobody ended its process"):
+            called()
+        assert called(return_state=True).is_cancelled()
+        return "went on"
+
+    begun = []
+    if above_too:
+        with pytest.raises(CancelledInPrefect):
+            caller()
+        assert len(begun) == 2
+    else:
+        assert caller() == "went on"
+        assert [client.read_flow_run(UUID(it)).state.name for it in begun] == ["Completed", "Cancelled", "Cancelled"]
 
 
 def test_a_flow_run_whose_work_ends_as_it_is_cancelled_does_not_stay_cancelling(client, monkeypatch):
