@@ -15,6 +15,7 @@ from prefect_torch.ckpt.runs.whole.trials import is_sweep
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.parallel import read_all
 from prefect_torch.ckpt.text import as_command, show_count
+from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.calls.short_tracebacks import short_tracebacks
 from prefect_torch.tasks import CheckpointConfig, prune_checkpoints
 from prefect_torch.tasks.gang.termination import TerminationSwitch
@@ -77,6 +78,7 @@ def prune(
         ValueError: If no checkpoint of a run has the metric of `checkpoint`; nothing of it was deleted, the others were pruned.
 
     """
+    shorten_logs()
     with outlast_api_outages(TerminationSwitch.is_thrown):
         return _prune(configured_storage(storage), runs, checkpoint, dry_run=dry_run)
 

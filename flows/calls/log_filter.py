@@ -4,6 +4,7 @@ import logging
 import re
 from contextvars import ContextVar
 
+from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_URL
 from prefect_torch.ckpt.text import without_login
@@ -11,7 +12,7 @@ from prefect_torch.flows.leading import set_terminated_state
 from prefect_torch.flows.monitoring.terminal import HiddenAtTerminal, filter_terminals, outlive_terminals
 from prefect_torch.tasks.prefect_api.final_state import is_of_state
 from prefect_torch.tasks.rank.errors import RankFailedError
-from prefect_torch.tasks.rank.tracebacks import first_line, has_user_frames, is_defect, is_from_here, user_traceback
+from prefect_torch.tasks.rank.tracebacks import first_line, has_user_frames, is_defect, is_from_here, is_ours, user_traceback
 
 _RETRY = "Task run failed with %s: %r - Retry %s/%s"
 _HOOK = set_terminated_state.__name__
@@ -20,10 +21,12 @@ _TASK_RAISED = "Task run failed with exception"
 _FAILED = "Finished in state Failed"
 _LOGGED_WITH_LOCATION = ("Beginning flow run", "Finished in state Completed")  # see monitoring.messages.LocationObserver
 _ABORTED = "Finished in state Crashed('Execution was aborted"
-_kinds = {name: name for name in ("train", "sweep", "trial", "evaluate", "prune")}  # by flow name; `with_options` adds more
 _INVALID = "Validation of flow parameters failed with error: Flow run received invalid parameters"
-is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
 _VALIDATION = "Parameter validation failed for flow "
+is_called: ContextVar[bool] = ContextVar("is_called", default=False)  # within a call of a flow of this package
+is_validating: ContextVar[bool] = ContextVar("is_validating", default=False)  # the parameters of a flow of this package
+# Of this package, the newest flow run's id in this thread, and its flow: Prefect leaves its context before its last records.
+_newest: ContextVar[tuple[str, str] | None] = ContextVar("newest_flow_run", default=None)
 # States that are no news for a reader of a training's log; Prefect itself logs all states but Completed as errors.
 _LEVELS = (
     ("train_rank", "Completed", logging.DEBUG),
@@ -103,29 +106,25 @@ _HIDDEN_AT_TERMINAL = HiddenAtTerminal(_is_repeated_at_terminal)
 def shorten_logs() -> None:
     """Attach the filter to Prefect's loggers of its engine, of flows and of their runs, once in a process.
 
-    From then on, no flow ends because nobody reads its log lines any longer.
+    From then on, no flow ends because nobody reads its log lines any longer. The body of each flow of this package calls this,
+    so that the last records of its flow run are known as well.
     """
+    _newest.set(_current() or _newest.get())
     for name in ("prefect.engine", "prefect.flows", "prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).addFilter(_FILTER)  # adding it again has no effect
     filter_terminals(_HIDDEN_AT_TERMINAL)
     outlive_terminals()
 
 
-def add_name(name: str, original: str) -> None:
-    """Treat records of the flow `name` as those of the flow `original`, if that is one of this package."""
-    if original in _kinds:
-        _kinds[name] = _kinds[original]
-
-
 def _is_repetition(record: logging.LogRecord) -> bool:
     """Return whether another record, or the exception that is raised, says the same."""
     text = str(record.msg)
-    if text.startswith(_VALIDATION) and any(text.startswith(f"{_VALIDATION}{name!r}") for name in _kinds):
+    if text.startswith(_VALIDATION) and is_validating.get():
         return True  # the engine's record says it without all parameters
     if is_called.get() and _message(record).startswith(_INVALID):
         return True  # the record of the state and the exception say it
     if text.startswith(_RAISED) and _is_of_flow(record):
-        # The record of the state has the error. One that has not passed this package is of a user's flow of the same name.
+        # The record of the state has the error.
         return not record.exc_text and not record.exc_info
     if text.startswith(_TASK_RAISED) and _is_of_evaluation(record):
         return not record.exc_text and not record.exc_info  # the flow warns of the checkpoint, with the error
@@ -181,8 +180,18 @@ def _is_of_evaluation(record: logging.LogRecord) -> bool:
 
 
 def _kind_of(record: logging.LogRecord) -> str | None:
-    """Return which flow of this package `record` is of, whatever name it was given; None of others."""
-    return _kinds.get(getattr(record, "flow_name", ""))
+    """Return which flow of this package `record` is of, whatever its name; None of others, which may have the same name."""
+    known = dict(it for it in (_newest.get(), _current()) if it is not None)
+    return known.get(getattr(record, "flow_run_id", ""))
+
+
+def _current() -> tuple[str, str] | None:
+    """Return the id of the flow run of this context, and its flow; None if it is not of this package."""
+    context = FlowRunContext.get()
+    if context is None or context.flow is None or context.flow_run is None:
+        return None
+    function = context.flow.fn
+    return (str(context.flow_run.id), function.__name__) if is_ours(str(getattr(function, "__module__", None))) else None
 
 
 def _is_of_termination(record: logging.LogRecord) -> bool:

@@ -25,7 +25,7 @@ from prefect_torch.tasks.rank.user_code.function import check_is_no_rank
 
 from .awaited_call import check_not_awaited
 from .cluster_runner import use_threads
-from .log_filter import add_name, is_called, shorten_logs
+from .log_filter import is_called, is_validating, shorten_logs
 from .parameters import large_parameters_explained
 from .submitted_call import terminated_with_caller
 from .unknown_arguments import explain_unbound
@@ -75,6 +75,7 @@ class ShortTracebackFlow(Flow[P, R]):
         def validate_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
             """Return the valid parameters; see `prefect.Flow`. The error is one line, as a state's, and not logged."""
             shorten_logs()
+            token = is_validating.set(True)
             try:
                 return super().validate_parameters(parameters)
             except SignatureMismatchError as exc:
@@ -82,6 +83,8 @@ class ShortTracebackFlow(Flow[P, R]):
             except ParameterTypeError as exc:
                 first, *others = str(exc).split("\n - ")
                 raise ParameterTypeError(" ".join([first, "; ".join(others)])) from None
+            finally:
+                is_validating.reset(token)
 
         def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
             """Return the parameters as Prefect shows them; see `as_shown`."""
@@ -92,9 +95,7 @@ class ShortTracebackFlow(Flow[P, R]):
 
             Given hooks run in addition to this package's own, which says what is safe and which end is a cancellation.
             """
-            made = short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options, self.task_runner))))
-            add_name(made.name, self.name)
-            return made
+            return short_tracebacks(super().with_options(**_with_own_hook(self, use_threads(options, self.task_runner))))
 
 
 def _with_own_hook(flow: Flow[..., Any], options: dict[str, Any]) -> dict[str, Any]:

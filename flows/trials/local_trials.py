@@ -16,6 +16,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, get_current_settings
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.flows.arguments import gpus_for, machines_for
+from prefect_torch.flows.calls.log_filter import shorten_logs
 from prefect_torch.flows.leading import lead_training, set_terminated_state
 from prefect_torch.flows.monitoring.events.heartbeats import heartbeats
 from prefect_torch.flows.monitoring.events.observer import EventObserver
@@ -98,6 +99,7 @@ _given: ContextVar[_Given] = ContextVar("trial")
 )
 def trial(run: str, config: dict[str, Any]) -> None:  # noqa: ARG001 - Prefect's UI shows the parameter `run`
     """Train one trial of a sweep."""
+    shorten_logs()
     given = _given.get()
     given.running.flow_run_id = flow_run.id
     job = given.job

@@ -39,10 +39,15 @@ def has_user_frames(error: BaseException) -> bool:
 
 def is_defect(error: BaseException) -> bool:
     """Return whether `error` was raised by this package, other than to report a mistake of the user."""
-    if error.__cause__ is not None and _is_ours(type(error.__cause__).__module__):
+    if error.__cause__ is not None and is_ours(type(error.__cause__).__module__):
         return False
     files = _files(error)
     return isinstance(error, _DEFECTS) and bool(files) and files[-1].startswith(_PACKAGE)
+
+
+def is_ours(module: str) -> bool:
+    """Return whether a module of that name is of this package."""
+    return module.partition(".")[0] == "prefect_torch"
 
 
 def user_traceback(error: BaseException, *, with_cause: bool = True) -> str:
@@ -68,7 +73,7 @@ def user_traceback(error: BaseException, *, with_cause: bool = True) -> str:
 def shorten(error: BaseException) -> None:
     """Drop the frames that `error`, which is no defect, has passed, and causes that say nothing to a user."""
     error.__traceback__ = None
-    if _is_ours(type(error).__module__) or error.__cause__ is None or not _is_ours(type(error.__cause__).__module__):
+    if is_ours(type(error).__module__) or error.__cause__ is None or not is_ours(type(error.__cause__).__module__):
         error.__cause__ = None
         error.__suppress_context__ = True
     else:
@@ -83,7 +88,7 @@ def _files(error: BaseException) -> list[str]:
 def _shorten(described: TracebackException, error: BaseException) -> None:
     files = [frame.filename for frame in described.stack]
     described.stack = StackSummary.from_list([frame for frame in described.stack if not _is_hidden(frame.filename)])
-    if _is_ours(type(error).__module__) or (files and files[-1].startswith(_PACKAGE)):
+    if is_ours(type(error).__module__) or (files and files[-1].startswith(_PACKAGE)):
         described.__cause__ = described.__context__ = None
     for cause, raised in ((described.__cause__, error.__cause__), (described.__context__, error.__context__)):
         if cause is not None and raised is not None:
@@ -92,7 +97,3 @@ def _shorten(described: TracebackException, error: BaseException) -> None:
 
 def _is_hidden(filename: str) -> bool:
     return filename.startswith(_HIDDEN) or _PREFECT in filename or filename.endswith(_WRAPPERS)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == "prefect_torch"

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import httpx
@@ -17,7 +18,8 @@ import pytest
 from forked_programs import run_program
 from prefect import flow
 from prefect._internal.concurrency.cancellation import CancelledError
-from prefect.exceptions import ObjectNotFound, ParameterBindError
+from prefect.exceptions import ObjectNotFound, ParameterBindError, ParameterTypeError
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed
 from prefect.utilities.callables import parameter_schema
@@ -267,29 +269,63 @@ def test_a_restart_names_its_budget(seen):
     assert "Retry 1/" not in text
 
 
-def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError) as caught:
-        1 / 0  # noqa: B018 - it raises
-    raised = (caught.type, caught.value, caught.tb)
-    record = logging.makeLogRecord(
-        {"msg": "Encountered exception during execution: %r", "flow_name": "train", "exc_info": raised}
-    )
-    assert FlowLogFilter().filter(record)
-    assert record.exc_info is raised
+@pytest.fixture
+def of_train(monkeypatch):
+    """The fields of a record of a flow run of `train`, which is the current one."""
+    context = SimpleNamespace(flow=train, flow_run=SimpleNamespace(id=uuid4()))
+    monkeypatch.setattr(log_filter, "FlowRunContext", SimpleNamespace(get=lambda: context))
+    return {"flow_name": "train", "flow_run_id": str(context.flow_run.id)}
+
+
+def test_a_flow_of_the_user_s_own_that_has_the_name_of_one_here_keeps_its_lines(tmp_path, caplog):
+    """Also after it has called one of here: some were dropped, others shortened or no more than DEBUG."""
+
+    def fail():
+        raise OSError("first line\nsecond line")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    @flow(name="train", persist_result=False)
+    def own(number: int, end=None):
+        begun.append(flow_run.id)
+        prune(str(tmp_path))
+        if end is not None:
+            end()
+
+    begun = []
+    own(1)
+    with pytest.raises(OSError, match="first line"):
+        own(2, fail)
+    with pytest.raises(KeyboardInterrupt):
+        own(3, interrupt)
+    with pytest.raises(ParameterTypeError):
+        own("none")
+    said = [(it.levelname, it.getMessage()) for it in caplog.records if getattr(it, "flow_run_id", None) in begun]
+    assert [level for level, text in said if text.startswith("Beginning flow run")] == ["INFO"] * 3
+    assert [(level, text.split("'")[0]) for level, text in said if text.startswith(("Crash", "Encountered", "Finished"))] == [
+        ("INFO", "Finished in state Completed()"),
+        ("ERROR", "Encountered exception during execution: OSError("),
+        ("INFO", "Finished in state Failed("),
+        ("ERROR", "Crash detected! Execution was aborted by an interrupt signal."),
+        ("INFO", "Finished in state Crashed("),
+    ]
+    assert any(text.startswith("Finished in state Failed") and "second line" in text for _, text in said)
+    assert "Parameter validation failed for flow 'train'" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("url", "is_short"), [("http://host/api/flow_runs/1/set_state", True), ("http://host/api/blocks", False)]
 )
-def test_a_flow_run_that_prefect_has_lost_is_one_line(url, is_short):
+def test_a_flow_run_that_prefect_has_lost_is_one_line(of_train, url, is_short):
     """It was `Encountered exception during execution: ObjectNotFound(None)`, above forty lines of Prefect's frames."""
     lost = ObjectNotFound(RuntimeError(f"Client error '404 Not Found' for url {url!r}"))
     record = logging.makeLogRecord(
         {
             "msg": "Encountered exception during execution: %r",
             "args": (lost,),
-            "flow_name": "train",
             "exc_info": (None, lost, None),
+            **of_train,
         }
     )
     assert FlowLogFilter().filter(record)
@@ -297,10 +333,10 @@ def test_a_flow_run_that_prefect_has_lost_is_one_line(url, is_short):
     assert record.getMessage().startswith("Prefect's API does not know this flow run any more") is is_short
 
 
-def test_a_final_state_that_prefect_refuses_is_one_line():
+def test_a_final_state_that_prefect_refuses_is_one_line(of_train):
     request = httpx.Request("POST", "http://host/api/flow_runs/1/set_state")
     refused = httpx.HTTPStatusError("401 Unauthorized\nmore", request=request, response=httpx.Response(401, request=request))
-    record = logging.makeLogRecord({"msg": "%r", "args": (1,), "flow_name": "train", "exc_info": (None, refused, None)})
+    record = logging.makeLogRecord({"msg": "%r", "args": (1,), "exc_info": (None, refused, None), **of_train})
     assert FlowLogFilter().filter(record)
     assert record.exc_info is None
     said = "Prefect's API did not record the final state of this flow run: HTTPStatusError: 401 Unauthorized"
@@ -308,8 +344,8 @@ def test_a_final_state_that_prefect_refuses_is_one_line():
 
 
 @pytest.mark.parametrize("url", ["http://me:secret@host/api", "http://host/api"])
-def test_a_line_whose_arguments_do_not_fit_is_left_to_logging(url):
-    record = logging.makeLogRecord({"msg": "%d", "args": ("x",), "flow_name": "train"})
+def test_a_line_whose_arguments_do_not_fit_is_left_to_logging(of_train, url):
+    record = logging.makeLogRecord({"msg": "%d", "args": ("x",), **of_train})
     token = log_filter.is_called.set(True)
     try:
         with temporary_settings({PREFECT_API_URL: url}):
@@ -319,7 +355,7 @@ def test_a_line_whose_arguments_do_not_fit_is_left_to_logging(url):
     assert (record.msg, record.args) == ("%d", ("x",))
 
 
-def test_the_login_of_prefects_api_is_in_no_line_that_all_its_users_see():
+def test_the_login_of_prefects_api_is_in_no_line_that_all_its_users_see(of_train):
     url = "http://me:secret@host/api"
     request = httpx.Request("POST", f"{url}/flow_runs/1/set_state")
     with temporary_settings({PREFECT_API_URL: url}):
@@ -327,7 +363,7 @@ def test_the_login_of_prefects_api_is_in_no_line_that_all_its_users_see():
             httpx.Response(503, request=request).raise_for_status()
         for fields in (
             {"msg": "away: %r", "args": (caught.value,)},
-            {"msg": "%s", "args": (1,), "flow_name": "train", "exc_info": (None, caught.value, None)},
+            {"msg": "%s", "args": (1,), "exc_info": (None, caught.value, None), **of_train},
         ):
             record = logging.makeLogRecord(fields)
             assert FlowLogFilter().filter(record)
@@ -353,15 +389,22 @@ def test_a_timeout_of_the_caller_s_task_shows_the_frames_of_the_caller(monkeypat
     ]
 
 
-def test_a_training_under_another_flow_name_logs_no_more_than_under_its_own():
-    renamed = train.with_options(name="renamed").with_options(retries=1)
-    for name, level in ((train.name, logging.DEBUG), (renamed.name, logging.DEBUG), ("another", logging.INFO)):
-        record = logging.makeLogRecord({"msg": "Beginning flow run 'a'", "flow_name": name, "levelno": logging.INFO})
-        FlowLogFilter().filter(record)
-        assert record.levelno == level, name
-    for name, is_kept in ((renamed.name, False), ("another", True)):
-        refused = f"Parameter validation failed for flow {name!r} with parameters"
-        assert FlowLogFilter().filter(logging.makeLogRecord({"msg": refused})) is is_kept, name
+@pytest.mark.parametrize("text", ["Beginning flow run 'a'", "Finished in state Completed()"])
+def test_what_the_lines_with_a_training_s_location_say_is_not_said_twice(of_train, text):
+    record = logging.makeLogRecord({"msg": text, "levelno": logging.INFO, **of_train})
+    FlowLogFilter().filter(record)
+    assert record.levelno == logging.DEBUG
+
+
+def test_a_flow_of_here_under_another_name_logs_no_more_than_under_its_own(tmp_path, caplog):
+    renamed = evaluate.with_options(name="renamed").with_options(retries=0)
+    with pytest.raises(FileNotFoundError):
+        renamed("json:loads", str(tmp_path), "none")
+    with pytest.raises(ParameterTypeError):
+        renamed("json:loads", str(tmp_path), 1)
+    assert "Finished in state Failed" in caplog.text
+    assert "Encountered exception" not in caplog.text
+    assert "Parameter validation failed" not in caplog.text
 
 
 def test_what_a_function_could_not_serialize_is_no_parameter_of_the_flow_run():
@@ -371,9 +414,9 @@ def test_what_a_function_could_not_serialize_is_no_parameter_of_the_flow_run():
     assert caught.value is error
 
 
-def test_the_flow_run_s_record_has_the_first_line_of_a_long_message():
+def test_the_flow_run_s_record_has_the_first_line_of_a_long_message(of_train):
     state = Failed(message="it broke\n  in 'this' line\nand that")
-    record = logging.makeLogRecord({"msg": f"Finished in state {state}", "flow_name": "train"})
+    record = logging.makeLogRecord({"msg": f"Finished in state {state}", **of_train})
     assert FlowLogFilter().filter(record)
     assert record.getMessage() == """Finished in state Failed("it broke")"""
 
