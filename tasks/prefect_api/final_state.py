@@ -10,9 +10,10 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import MissingResult, ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.states import Completed
+from prefect.states import Completed, Failed
 from prefect_torch.ckpt.text import encodable, without_login
 
 from .outage import NO_ANSWER
@@ -21,8 +22,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _logger = logging.getLogger(__name__)
 _SET_STATE = re.compile(r"/flow_runs/[^/]+/set_state$")
-# Of the flow that is called: the flow run's id and the result of each try.
-_returned: ContextVar[list[tuple[str, Any]] | None] = ContextVar("returned", default=None)
+# Of the flow that is called: the flow run's id and the state of each try that has completed.
+_returned: ContextVar[list[tuple[str, State[Any]]] | None] = ContextVar("returned", default=None)
 
 
 def completed(message: str, result: R) -> R:
@@ -33,14 +34,15 @@ def completed(message: str, result: R) -> R:
         result: The flow's result.
 
     """
+    state: State[R] = Completed(message=encodable(message), data=result)
     returned = _returned.get()
     if returned is not None:
-        returned.append((flow_run.id, result))
-    return cast("R", Completed(message=encodable(message), data=result))
+        returned.append((flow_run.id, state.model_copy()))  # Prefect replaces the data of the other
+    return cast("R", state)
 
 
 def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a flow, and return its result even if Prefect raises although the flow has completed.
+    """Call a flow, and return its result, or its state with that, even if Prefect loses it or raises although it has completed.
 
     Prefect's client repeats the request for the final state when its answer is lost. The server, which has that state by then,
     refuses the second one, and answers with a state that has no data: MissingResult. If no state can be recorded, the error of
@@ -51,28 +53,42 @@ def call_for_result(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
     Args:
         call: Calls the flow.
         args: Its arguments.
-        kwargs: Its keyword arguments.
+        kwargs: Its keyword arguments; with `return_state`, a state is returned, also of a flow that has failed.
 
     """
-    results: list[tuple[str, Any]] = []
-    token = _returned.set(results)
+    states: list[tuple[str, State[Any]]] = []
+    token = _returned.set(states)
     try:
-        return call(*args, **kwargs)
+        returned = call(*args, **kwargs)
     except Exception as exc:
-        is_unrecorded = isinstance(exc, ObjectNotFound) or is_of_state(exc)
-        if not results and is_unrecorded and (raised := _raised_before(exc)) is not None:
-            raise raised from raised.__cause__
-        if not results or not (is_unrecorded or isinstance(exc, MissingResult) or _has_completed(results[-1][0])):
+        if (state := _unrecorded(exc, states)) is None:
             raise
-        flow_run_id, result = cast("tuple[str, R]", results[-1])
-        if isinstance(exc, ObjectNotFound):
-            _logger.warning("it has completed, but Prefect's API does not know flow run %s any more", flow_run_id)
-        elif is_unrecorded:
-            text = "it has completed, but Prefect's API did not record that of flow run %s: %s"
-            _logger.warning(text, flow_run_id, without_login(str(exc).partition("\n")[0] or repr(exc)))
-        return result
+        if kwargs.get("return_state"):
+            return cast("R", state)
+        if isinstance(state.data, Exception):
+            raise state.data from state.data.__cause__
+        return cast("R", state.data)
     finally:
         _returned.reset(token)
+    if isinstance(returned, State) and returned.is_completed() and returned.data is None and states:
+        returned.data = states[-1][1].data
+    return returned
+
+
+def _unrecorded(error: Exception, states: list[tuple[str, State[Any]]]) -> State[Any] | None:
+    """Return the state in which a flow has ended although its call raised `error`; None if that is the flow's own."""
+    is_unrecorded = isinstance(error, ObjectNotFound) or is_of_state(error)
+    if not states:
+        if not is_unrecorded or (raised := _raised_before(error)) is None:
+            return None
+        return Failed(message=f"Flow run encountered an exception: {type(raised).__name__}: {raised}", data=raised)
+    flow_run_id, state = states[-1]
+    if isinstance(error, ObjectNotFound):
+        _logger.warning("it has completed, but Prefect's API does not know flow run %s any more", flow_run_id)
+    elif is_unrecorded:
+        text = "it has completed, but Prefect's API did not record that of flow run %s: %s"
+        _logger.warning(text, flow_run_id, without_login(str(error).partition("\n")[0] or repr(error)))
+    return state if is_unrecorded or isinstance(error, MissingResult) or _has_completed(flow_run_id) else None
 
 
 def is_of_state(error: BaseException) -> bool:

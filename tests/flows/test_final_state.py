@@ -35,6 +35,7 @@ def test_a_result_arrives_though_the_answer_to_the_final_state_was_lost(answers_
     assert inner(3) == {"value": 3}
     assert outer() == [{"value": 1}, {"value": 2}]
     assert answers_lost == [201] * 4
+    assert inner(4, return_state=True).result() == {"value": 4}
 
 
 @pytest.mark.parametrize(("status", "said"), [(404, "does not know flow run"), (401, "did not record that of flow run")])
@@ -63,6 +64,11 @@ def test_a_result_and_an_error_arrive_though_the_api_takes_no_final_state(monkey
     assert "secret" not in line
     with pytest.raises(ValueError, match="boom"):
         inner(True)
+    completed_state, failed_state = (inner(fails, return_state=True) for fails in (False, True))
+    assert (completed_state.is_completed(), completed_state.message, completed_state.result()) == (True, "1 step", "done")
+    assert (failed_state.is_failed(), failed_state.message) == (True, "Flow run encountered an exception: ValueError: boom")
+    with pytest.raises(ValueError, match="boom"):
+        failed_state.result()
 
 
 def test_a_flow_s_own_error_of_http_stays_what_it_raises():
