@@ -1,12 +1,13 @@
 """The meaning of a flow's arguments: the checkpoint that they name, GPUs and machines for the ranks, what is restarted."""
 
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt import Checkpoint, StorageSpec
@@ -167,24 +168,27 @@ def _of_others(named: Checkpoint) -> str:
 def restarted_by_this(run: RunConfig) -> Container[str | None]:
     """Return the flow runs that the current one restarts; empty where the start of the run does not depend on them.
 
-    Those of a subflow run are the subflow runs that the same flows and task have called in earlier tries and restarts. What is
-    not certainly an earlier try counts as another call.
+    Those of a flow run that a flow or a task has called are the flow runs that the same flows and task have called in earlier
+    tries and restarts. What is not certainly an earlier try counts as another call.
     """
     if run.resume != "never" and not run.takeover:
         return ()
     with get_client(sync_client=True) as client:
         this, *above = flow_runs_from(client, client.read_flow_run(UUID(flow_run.id)))
         restarted = restarted_before(client, above[-1] if above else this)
-        if not above:
+        if not (callers := [*_callers(above)]):
             return restarted
-        task = TaskRunContext.get()
-        flows, steps = [str(this.flow_id)], list[tuple[str, int]]()
-        for it in reversed(above):
-            flows.append(str(it.flow_id))
-            steps.append((str(it.id), it.run_count))
-            if task is not None and task.task_run.flow_run_id == it.id:
-                flows.append(task.task.name)
-                steps.append((str(task.task_run.id), task.task_run.run_count))
-        this_try = CallTry(digest_of(flows), tuple(steps), _PROCESS)
+        call = digest_of([str(this.flow_id), *(name for name, _ in callers)])
+        this_try = CallTry(call, tuple(step for _, step in callers), _PROCESS)
         this_try.record(client, this.id)
     return EarlierTries(this_try, restarted)
+
+
+def _callers(above: Sequence[FlowRun]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield what identifies each flow, and the task, on the way to the current flow, and its step; the outermost first."""
+    context = TaskRunContext.get()
+    for calling in (None, *reversed(above)):  # None calls a task that no flow calls
+        if calling is not None:
+            yield str(calling.flow_id), (str(calling.id), calling.run_count)
+        if context is not None and context.task_run.flow_run_id == (None if calling is None else calling.id):
+            yield context.task.name, (str(context.task_run.id), context.task_run.run_count)

@@ -27,13 +27,15 @@ class NumberedCall:
     """A call of a flow which has in each try a number of its own, since the key that Prefect gives it differs between tries.
 
     Attributes:
-        flow_run_id: The flow run that calls, itself or in a task.
+        flow_run_id: The flow run that calls, itself or in a task; None for a task that no flow calls.
         key: The task run, if it is called in one, and the number of the call.
+        task_name: The name of the task in which it is called; None if it is called in none.
 
     """
 
     flow_run_id: UUID | None
     key: str
+    task_name: str | None = None
 
 
 _given: ContextVar[tuple[NumberedCall, ...] | None] = ContextVar("numbered_calls", default=None)
@@ -44,9 +46,9 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
     subflow is made from the outermost flow run and from each call on the way to the subflow: the flow, or of `run_deployment`
-    the deployment, and the number of the call. Of a chain of restarts, it is made from the first flow run. Edits of code and
-    new names of flow runs change nothing. Costs two requests for each flow above, one for each restart, and one to record the
-    outermost flow run's name.
+    the deployment, and the number of the call. Where a task that no flow calls is outermost, it is made from the task run. Of a
+    chain of restarts, it is made from the first flow run. Edits of code and new names of flow runs change nothing. Costs two
+    requests for each flow above, one for each restart, and one to record the outermost flow run's name.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -54,25 +56,33 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
         numbered: The calls on the way to the flow that have numbers of their own.
 
     """
-    keys = {call.flow_run_id: call.key for call in numbered}
+    numbers = {call.flow_run_id: call for call in numbered}
     root, calls, codes = flow_run, list[str](), list[str]()
     while root.parent_task_run_id is not None:
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
-        called = root.deployment_id or root.flow_id  # Prefect numbers the calls of each deployment, and many have one flow
-        calls.append(f"{called}/{keys.get(call.flow_run_id, call.dynamic_key)}")
+        number = numbers.get(call.flow_run_id)
+        calls.append(_call_of(root, call.dynamic_key if number is None else number.key))
         codes.append(call.task_key)
         root = client.read_flow_run(call.flow_run_id)
-    first_id = [str(root.id), *restarted_before(client, root)][-1]
-    first_name = first_name_of(client, root)
-    if not calls:
-        return default_run_name(first_name, first_id)
+    if (in_task := numbers.get(None)) is not None:  # each try of the task calls another flow run
+        first_id, first_name = _call_of(root, in_task.key), in_task.task_name
+    else:
+        first_id = [str(root.id), *restarted_before(client, root)][-1]
+        first_name = first_name_of(client, root)
+        if not calls:
+            return default_run_name(first_name, first_id)
     # Prefect numbers the calls of each code, and two flows may have one name. The code itself changes from try to try.
     known = _codes.setdefault((root.id, root.run_count, *calls), [])
     if codes not in known:
         known.append(codes)
     return _name(first_name, digest_of([first_id, *calls, *["another"] * known.index(codes)]))
+
+
+def _call_of(flow_run: FlowRun, number: str) -> str:
+    """Return what identifies a call by its caller: Prefect numbers those of each deployment, and many have one flow."""
+    return f"{flow_run.deployment_id or flow_run.flow_id}/{number}"
 
 
 def name_of_flow_run() -> str:
@@ -117,7 +127,8 @@ def _calls_in_task() -> tuple[NumberedCall, ...]:
         return ()
     task_run = context.task_run
     number = _next_number(task_run.id, task_run.run_count)
-    return (NumberedCall(task_run.flow_run_id, f"{context.task.name}/{task_run.dynamic_key}/{number}"),)
+    task_name = context.task.name
+    return (NumberedCall(task_run.flow_run_id, f"{task_name}/{task_run.dynamic_key}/{number}", task_name),)
 
 
 def _next_number(run_id: UUID, run_count: int) -> int:

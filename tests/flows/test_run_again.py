@@ -1,5 +1,6 @@
 """Flow runs that are run again, by a person or by a parent's retries, go on with what they trained."""
 
+import asyncio
 from json import JSONDecodeError
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -10,8 +11,13 @@ from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.flow_engine import run_flow
-from prefect.settings import PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED, temporary_settings
+from prefect.settings import (
+    PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
+    PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW,
+    temporary_settings,
+)
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, Pending, Running, Suspended
+from prefect.task_worker import TaskWorker
 from prefect_servers import api_that_answers
 from prefect_torch.ckpt import CheckpointStore
 from prefect_torch.ckpt.runs.attempts.attempt import list_attempts, read_outcomes
@@ -60,6 +66,35 @@ def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retrie
     assert tries["in_task"][0] == tries["in_task"][1]
     names = [*tries["pipeline"][0], *tries["in_task"][0]]
     assert len(set(names)) == len(names) == 5
+
+
+def test_each_call_in_a_task_that_no_flow_calls_has_a_name_which_all_tries_of_that_task_share(client):
+    tries = []
+
+    @flow
+    def below():
+        return name_itself()
+
+    @task(retries=1)
+    def fit():
+        tries[-1].append([name_itself(), name_itself(), below()])
+        if len(tries[-1]) == 1:
+            raise ValueError("once more")
+
+    async def serve_once(task_run):
+        await TaskWorker(fit).execute_task_run(task_run)
+
+    def fit_in_background():
+        asyncio.run(serve_once(client.read_task_run(fit.delay().task_run_id)))
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}):
+        for call in (fit, fit, fit_in_background):
+            tries.append([])
+            call()
+    assert [first == second for first, second in tries] == [True] * 3
+    names = [name for first, _ in tries for name in first]
+    assert len(set(names)) == len(names) == 9
+    assert all(name.startswith("fit-") for name in names)
 
 
 def test_two_deployments_of_one_flow_that_a_flow_starts_train_runs_of_their_own_in_each_try(client):
@@ -174,6 +209,24 @@ def test_a_parents_retry_goes_on_after_the_fresh_start_of_an_earlier_try(tmp_pat
     assert [result.return_value for result in tries] == [{"begun": 1, "attempt": 3}]
     pipeline()
     assert tries[1].return_value == {"begun": 0, "attempt": 4}, "another flow run begins anew"
+
+
+@pytest.mark.parametrize("is_in_flow", [False, True])
+def test_a_retry_of_a_task_that_no_flow_calls_goes_on_after_the_fresh_start_of_its_first_try(tmp_path, is_in_flow):
+    tries = []
+    anew = RunConfig(name="anew", storage=str(tmp_path), resume="never")
+
+    def call():
+        tries.append(train("trainings:train_epochs", {"epochs": 3, "how": "raise", "rank": 0, "at": 1}, run=anew).return_value)
+
+    @task(retries=1)
+    def fit():
+        (flow(call, name="below") if is_in_flow else call)()
+
+    with temporary_settings({PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}):
+        fit()
+        fit()
+    assert [it["begun"] for it in tries] == [1, 0], "another call begins anew"
 
 
 def test_a_page_of_a_proxy_does_not_make_an_earlier_try_another_call():
