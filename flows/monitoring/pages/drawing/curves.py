@@ -1,9 +1,10 @@
 """The metrics of a run as curves of bounded size, however long it trains."""
 
 import math
-from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias, TypeVar
 
 from prefect_torch.ckpt.runs.history import MetricRecord
@@ -15,11 +16,11 @@ MAX_POINTS = 200
 MAX_CURVES = 50
 _HELD_POINTS = 4 * MAX_POINTS  # of one attempt
 _WHOLE_ATTEMPTS = 8  # the newest ones, whose lost work is drawn
-_HELD_BEFORE = 20 * MAX_POINTS  # of all attempts before those
+_HELD_BEFORE = 20 * MAX_POINTS  # of all attempts before those together
 LARGEST = 1e300  # differences of larger numbers overflow
 
 Point: TypeAlias = tuple[int, float]
-_HeldPoint: TypeAlias = tuple[int, float, float]  # and the position of the record in its attempt, as resume points have it
+_HeldPoint: TypeAlias = tuple[int, float, int, float]  # and the record's attempt and position in it, as resume points have it
 _AnyPoint = TypeVar("_AnyPoint", Point, _HeldPoint)
 
 
@@ -33,9 +34,9 @@ class Curve:
         low: Its smallest finite number; None before the first.
         high: Its largest finite number; None before the first.
         num_odd: The number of values that are NaN or infinite.
-        points: Step, value and position of each record with a finite number, thinned, by attempt; those of all but the newest
-            attempts are thinned together.
-        begins: The position of the first of them that is of a report, by attempt.
+        points: Step, value, attempt and position of each record with a finite number, thinned, by each of the newest attempts.
+        older: Those of all attempts before, oldest first, thinned together.
+        begins: The position of the first report of each attempt of these, or the lower one at which a later attempt began.
 
     """
 
@@ -45,6 +46,7 @@ class Curve:
     high: float | None = None
     num_odd: int = 0
     points: dict[int, list[_HeldPoint]] = field(default_factory=dict)
+    older: list[_HeldPoint] = field(default_factory=list)
     begins: dict[int, float] = field(default_factory=dict)
 
     def add(self, attempt: int, step: int, value: MetricValue, position: float) -> None:
@@ -59,26 +61,34 @@ class Curve:
         self.low = number if self.low is None else min(self.low, number)
         self.high = number if self.high is None else max(self.high, number)
         if attempt not in self.points:
-            self._thin_older()
-        points = self.points.setdefault(attempt, [])
-        points.append((step, number, position))
+            self._begin(attempt)
+        points = self.points[attempt]
+        points.append((step, number, attempt, position))
         if position >= 0:
-            self.begins.setdefault(attempt, position)
+            self.begins[attempt] = min(self.begins[attempt], position)
         if len(points) > _HELD_POINTS:
             self.points[attempt] = thin(points, _HELD_POINTS // 2)
 
+    def _begin(self, attempt: int) -> None:
+        self.points[attempt] = []
+        self.begins.setdefault(attempt, math.inf)
+        if len(self.points) > _WHOLE_ATTEMPTS:
+            self.older += self.points.pop(next(iter(self.points)))
+        if len(self.older) > _HELD_BEFORE:
+            self._thin_older()
+
     def _thin_older(self) -> None:
-        older = list(self.points)[:-_WHOLE_ATTEMPTS]
-        if sum(len(self.points[attempt]) for attempt in older) <= _HELD_BEFORE:
-            return
-        share, begun = _HELD_BEFORE // 2 // len(older), math.inf
-        is_older = set(older)
-        for attempt, points in reversed(self.points.items()):
-            if attempt in is_older:  # apart, lest a value that was lost takes the place of the best one that was kept
-                num_before = bisect_left(points, begun, key=lambda point: point[2])
-                parts = (points[:num_before], points[num_before:])
-                self.points[attempt] = [it for part in parts for it in thin(part, max(4, share * len(part) // len(points)))]
-            begun = min(begun, self.begins.get(attempt, math.inf))
+        lost_from: dict[int, float] = {}
+        begun = math.inf
+        for attempt, begin in reversed(self.begins.items()):
+            lost_from[attempt] = begun
+            self.begins[attempt] = begun = min(begun, begin)
+        kept = [point for point in self.older if point[3] < lost_from[point[2]]]
+        lost = [point for point in self.older if point[3] >= lost_from[point[2]]]
+        share = _HELD_BEFORE // 4  # apart, lest a value that was lost takes the place of the best one that was kept
+        self.older = sorted((*thin(kept, share), *thin(lost, share)), key=lambda point: point[2])
+        held = {*self.points, *(point[2] for point in self.older)}
+        self.begins = {attempt: begin for attempt, begin in self.begins.items() if attempt in held}
 
     def kept(self, resume_points: Mapping[int, Position]) -> list[Point]:
         """Return the points that later attempts continued from, at most `MAX_POINTS`.
@@ -87,12 +97,7 @@ class Curve:
             resume_points: The resume point of each attempt.
 
         """
-        kept = [
-            (step, value)
-            for attempt, points in self.points.items()
-            for step, value, position in points
-            if (attempt, position) <= resume_points[attempt]
-        ]
+        kept = [(point[0], point[1]) for point in self._held() if point[2:] <= resume_points[point[2]]]
         return thin(kept, MAX_POINTS)
 
     def best(self, resume_points: Mapping[int, Position], order: Order) -> Point | None:
@@ -108,11 +113,14 @@ class Curve:
 
     def lost(self, resume_points: Mapping[int, Position], most: int) -> list[list[Point]]:
         """Return what was trained again later: a line for each of the newest `most` attempts that lost reports."""
-        lines = [
-            [(step, value) for step, value, position in points if (attempt, position) > resume_points[attempt]]
-            for attempt, points in self.points.items()
-        ]
-        return [thin(line, MAX_POINTS // 4) for line in lines if line][-most:]
+        lines: dict[int, list[Point]] = defaultdict(list)
+        for point in self._held():
+            if point[2:] > resume_points[point[2]]:
+                lines[point[2]].append((point[0], point[1]))
+        return [thin(line, MAX_POINTS // 4) for line in list(lines.values())[-most:]]
+
+    def _held(self) -> Iterator[_HeldPoint]:
+        return chain(self.older, *self.points.values())
 
 
 class Curves:

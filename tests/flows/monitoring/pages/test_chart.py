@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.flows.monitoring.pages.attempt_log import END
+from prefect_torch.flows.monitoring.pages.attempt_log import BEGINNING, END
+from prefect_torch.flows.monitoring.pages.drawing import curves as module
 from prefect_torch.flows.monitoring.pages.drawing.axis import step_axis, value_axis
 from prefect_torch.flows.monitoring.pages.drawing.chart import MAX_PANELS, draw_curves, draw_time
 from prefect_torch.flows.monitoring.pages.drawing.curves import MAX_CURVES, MAX_POINTS, Curve, Curves, thin
@@ -15,6 +16,7 @@ from prefect_torch.flows.monitoring.pages.goodput import TimeSpent
 from run_stories import record
 
 SVG = "{http://www.w3.org/2000/svg}"
+MOST_HELD = 8 * 4 * MAX_POINTS + 20 * MAX_POINTS  # of the newest attempts, and of all before
 
 
 def curves_of(**metrics):
@@ -76,7 +78,7 @@ def test_a_line_of_very_many_attempts_keeps_its_spikes_few_points_and_what_the_n
             curves.add(record(attempt, step, loss=50.0 if step == 7_777 else math.sin(step / 500)))
         resumed[attempt] = (attempt, attempt * 400 - 1)
     [curve] = curves.sorted(None)
-    assert sum(map(len, curve.points.values())) <= 8 * 4 * MAX_POINTS + 20 * MAX_POINTS
+    assert len(curve.older) + sum(map(len, curve.points.values())) <= MOST_HELD
     points = curve.kept(resumed)
     assert (7_777, 50.0) in points
     assert [step for step, _ in points] == sorted(step for step, _ in points)
@@ -92,6 +94,33 @@ def test_a_value_that_one_of_very_many_attempts_has_lost_takes_no_place_of_the_b
         resumed[attempt] = (attempt, attempt * 400 - 1)
     [curve] = curves.sorted(None)
     assert curve.best(resumed, "min") == (3_999, 0.5)
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_attempts_without_end_cost_the_same_each_and_hold_no_more(monkeypatch, is_resumed):
+    """From the 1,001st on, each looked at those of all before: half a year of hourly trainings took minutes at each start."""
+    looked_at, plain = [], module.thin
+    monkeypatch.setattr(module, "thin", lambda points, most: looked_at.append(len(points)) or plain(points, most))
+    curve = Curve("loss")
+    for attempt in range(1, 4001):
+        for step in range(4):
+            curve.add(attempt, 4 * attempt + step if is_resumed else step, float(attempt), 4 * attempt + step)
+    assert len(curve.older) + sum(map(len, curve.points.values())) <= MOST_HELD
+    assert len(curve.begins) <= MOST_HELD
+    assert sum(looked_at) <= 3 * 4 * 4000
+    points = curve.kept(dict.fromkeys(range(1, 4001), END))
+    assert min(value for _, value in points) == 1.0
+    assert max(value for _, value in points) == 4000.0
+
+
+def test_what_all_but_the_newest_of_very_many_fresh_starts_have_lost_takes_little_room():
+    curve = Curve("loss")
+    for attempt in range(1, 2001):
+        for step in range(4):
+            curve.add(attempt, step, float(attempt), step)
+    resumed = dict.fromkeys(range(1, 2000), BEGINNING) | {2000: END}
+    assert curve.kept(resumed) == [(step, 2000.0) for step in range(4)]
+    assert curve.lost(resumed, 2) == [[(step, float(attempt)) for step in range(4)] for attempt in (1998, 1999)]
 
 
 def test_only_what_is_drawn_of_very_many_metrics_is_prepared(monkeypatch):
