@@ -21,6 +21,13 @@ from prefect_torch.ckpt.storage.server_codes import (
 from prefect_torch.ckpt.text import show_age, without_login, without_secrets
 
 _METADATA_HOST = "169.254.169.254"  # the clouds' address for a machine's role: the last source of credentials
+# A request to EC2's for a token that was sent and not answered, as through a container's bridge; elsewhere there is not even a
+# connection (https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instancedata-data-retrieval.html#imds-considerations).
+_UNANSWERED_TOKEN = re.compile(r"/latest/api/token\b.*\bsource: TimedOut\b", re.DOTALL)
+_HOPS = (
+    "; for the role of the machine, in a container, its metadata service must answer over two hops: "
+    "`aws ec2 modify-instance-metadata-options --http-put-response-hop-limit 2`"
+)
 _PROVIDER = "External AWS credential provider"  # obstore's name for boto3's search for credentials
 _GOOGLE_LOGIN = (
     "a GcsBucket block, a service account's key in GOOGLE_APPLICATION_CREDENTIALS, or the login of "
@@ -132,8 +139,8 @@ def _translate_login(error: Exception, where: str, reason: str, *, has_answered:
     is_away = has_answered or status in PASSING_STATUSES or status >= 500  # noqa: PLR2004 - HTTP's errors of the server
     if _METADATA_HOST in text and not is_away:
         scheme = where.partition("://")[0].lower()
-        login = _LOGINS.get(scheme, _AZURE_LOGIN)
-        return NoCredentialsError(f"no credentials were found for {where}: give {login}")
+        hint = _HOPS if _UNANSWERED_TOKEN.search(text) is not None else ""
+        return NoCredentialsError(f"no credentials were found for {where}: give {_LOGINS.get(scheme, _AZURE_LOGIN)}{hint}")
     if _METADATA_HOST in text or (_PROVIDER in text and _code(error) in {"", *PASSING}):
         return StorageError(f"the credentials for {where} cannot be fetched at the moment: {reason}")
     return None

@@ -12,9 +12,11 @@ from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
+import obstore
 import pytest
 from certificates import make_certificate
 from http_proxy import Response, proxied
+from obstore.exceptions import GenericError
 from prefect_servers import wait_until
 from prefect_torch.ckpt import CheckpointCorruptError, CheckpointStore, StorageError, StorageSpec
 from prefect_torch.ckpt.errors import CommitFailedError, MalformedRecordError
@@ -33,11 +35,12 @@ from prefect_torch.ckpt.storage.keys import temporary_name
 from prefect_torch.ckpt.storage.object_store import backend
 from prefect_torch.ckpt.storage.object_store import config as object_store_config
 from prefect_torch.ckpt.storage.object_store.backend import ObstoreStorage
+from prefect_torch.ckpt.storage.object_store.errors import translate
 from prefect_torch.ckpt.storage.object_store.ranged_reads import read_range_with_status_200
 from prefect_torch.ckpt.storage.object_store.waits import Waits, waits_of
 from prefect_torch.ckpt.storage.opening import open_storage
 from prefect_torch.ckpt.storage.protocol import INTERACTIVE_RETRY_POLICY, RetryPolicy
-from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, classify
+from prefect_torch.ckpt.storage.retry import CredentialsExpiredError, NoCredentialsError, classify
 from ranks import Attempt, folder
 from servers import S3Server, ScriptedServer
 from tcp_relay import TcpRelay
@@ -564,6 +567,31 @@ def test_a_server_that_accepts_and_never_answers_is_given_up_in_the_time_that_a_
             storage.get_bytes("run/x")
 
 
+@pytest.fixture
+def refusing():
+    """The address of a port that refuses every connection."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+def metadata_error(endpoint):
+    """Return the error for a bucket of a machine whose metadata service is at `endpoint`."""
+    place = {"aws_region": "eu-west-1", "aws_endpoint_url": endpoint, "aws_metadata_endpoint": endpoint}
+    with pytest.raises(GenericError, match="/latest/api/token") as caught:
+        obstore.head(ObstoreStorage("s3://bucket", place, 1.0)._store, "run/x")
+    text = str(caught.value).replace(endpoint, "http://169.254.169.254")
+    return translate(GenericError(text), "s3://bucket/run/x", has_answered=False)
+
+
+def test_a_metadata_service_that_takes_a_request_and_does_not_answer_may_be_too_many_hops_away(refusing):
+    with silent_server() as (server, _):
+        silent = metadata_error(server.endpoint)
+    none = metadata_error(f"http://{refusing}")
+    assert type(silent) is type(none) is NoCredentialsError
+    assert ["--http-put-response-hop-limit 2" in str(error) for error in (silent, none)] == [True, False]
+
+
 @pytest.mark.parametrize("options", [{"read_timeout": "200ms"}, {}], ids=["option", "deadline"])
 def test_a_range_that_another_client_reads_is_given_up_as_early(options):
     """A server that sends ranges with the status of whole objects is asked by another client than object_store's."""
@@ -740,14 +768,6 @@ def test_an_interrupted_put_by_ftp_is_removed_once_it_is_old(password_server, tm
 )
 def test_each_filesystem_has_its_own_word_for_the_time_of_a_file(info, expected):
     assert fsspec_backend._modified_s(info) == expected
-
-
-@pytest.fixture
-def refusing():
-    """The address of a port that refuses every connection."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{bound.getsockname()[1]}"
 
 
 def shown(error):
