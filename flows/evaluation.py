@@ -27,6 +27,7 @@ from prefect_torch.tasks.options.storage import StorageChoice, configured_storag
 from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_running_servers
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
+from prefect_torch.tasks.prefect_api.tags import tags_beyond_caller
 from prefect_torch.tasks.rank.checkpoint_ref import CheckpointRef
 from prefect_torch.tasks.rank.errors import NotEnoughMachinesError
 from prefect_torch.tasks.rank.user_code.function import pack_function
@@ -185,7 +186,8 @@ def evaluate(
     chosen = _choose(spec, run, checkpoints, name, pause if watch else None)
     with outlast_api_outages(TerminationSwitch.is_thrown), termination.limit_retries(), suspendable(termination):
         evaluate_one = partial(evaluate_checkpoint, job, gpus=gpus, machines=machines, termination=termination)
-        evaluated = _evaluate_all(evaluate_one, chosen)
+        with tags_beyond_caller():
+            evaluated = _evaluate_all(evaluate_one, chosen)
     return completed(_summarize(evaluated), evaluated)
 
 

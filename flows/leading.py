@@ -25,6 +25,7 @@ from prefect_torch.tasks.gang.returned import released
 from prefect_torch.tasks.gang.termination import TERMINATIONS, Interruption, Termination
 from prefect_torch.tasks.prefect_api.flow_run import has_run_before
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
+from prefect_torch.tasks.prefect_api.tags import tags_beyond_caller
 from prefect_torch.tasks.rank.errors import RankFailedError
 from prefect_torch.tasks.rank.failures import counts_against
 from prefect_torch.tasks.run_logs import get_run_logger
@@ -119,7 +120,8 @@ def lead_training(
         try:
             with outlast_api_outages(termination.has_cause):
                 try:
-                    return released(led(job, notified, termination, restarts, gpus, machines))
+                    with tags_beyond_caller():
+                        return released(led(job, notified, termination, restarts, gpus, machines))
                 finally:  # before the wait for Prefect's API: others may wait for them
                     gpus.release()
                     if machines is not None:

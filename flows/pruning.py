@@ -23,6 +23,7 @@ from prefect_torch.tasks.options.run_form import shown_as
 from prefect_torch.tasks.options.storage import StorageChoice, configured_storage
 from prefect_torch.tasks.prefect_api.final_state import completed
 from prefect_torch.tasks.prefect_api.outage import outlast_api_outages
+from prefect_torch.tasks.prefect_api.tags import tags_beyond_caller
 from prefect_torch.tasks.run_logs import get_run_logger
 from pydantic import Field
 
@@ -89,10 +90,11 @@ def _prune(spec: StorageSpec, runs: list[str] | None, given: CheckpointConfig | 
     if not names:
         get_run_logger().warning("there are no runs in %s" if runs is None else "no run of %s was named", spec.url)
     policies, refused = _read_policies(opened, names, must_exist=runs is not None)
-    pruned = {  # every named run was found before the first is pruned
-        run: prune_checkpoints.submit(opened, run, own if given is None else _policy(given, own), dry_run=dry_run)
-        for run, own in policies.items()
-    }
+    with tags_beyond_caller():
+        pruned = {  # every named run was found before the first is pruned
+            run: prune_checkpoints.submit(opened, run, own if given is None else _policy(given, own), dry_run=dry_run)
+            for run, own in policies.items()
+        }
     for future in pruned.values():
         future.wait()
     refresh_runs_page(spec, in_place=True)
