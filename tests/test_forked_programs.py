@@ -15,6 +15,7 @@ from _pytest.assertion import rewrite
 from forked_programs import FORKED, Popen, PopenOfProgram, run_program
 from prefect.server.api.server import SubprocessASGIServer
 from prefect_torch.tasks.gang.engines.agent_process import AGENT
+from prefect_torch.tasks.gang.gpus.listing import list_gpus
 from prefect_torch.tasks.gang.processes.fork_servers import python_command
 from prefect_torch.tasks.gang.processes.process import RankProcess
 from prefect_torch.tasks.prefect_api.embedded_server.tying import tie_new_servers
@@ -173,8 +174,22 @@ def test_the_fork_server_of_ranks_is_known_by_its_command():
     assert FORKED.search(" ".join(command[1:]))
 
 
-def test_prefects_embedded_server_is_known_by_its_command(monkeypatch):
+def test_the_listing_of_gpus_is_known_by_its_command(refused):
+    with pytest.raises(OSError, match=r"^$"):
+        list_gpus()
+    assert FORKED.search(" ".join(refused[0][1:]))
+
+
+def test_prefects_embedded_server_is_known_by_its_command(refused):
     tie_new_servers()
+    with pytest.raises(OSError, match=r"^$"):
+        SubprocessASGIServer(port=1)._run_uvicorn_command()
+    assert FORKED.search(" ".join(refused[0][1:]))
+
+
+@pytest.fixture
+def refused(monkeypatch) -> list[list[str]]:
+    """The commands that were to be started meanwhile; none is."""
     commands = []
 
     def refuse(command, **_):
@@ -182,6 +197,4 @@ def test_prefects_embedded_server_is_known_by_its_command(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(OSError, match=r"^$"):
-        SubprocessASGIServer(port=1)._run_uvicorn_command()
-    assert FORKED.search(" ".join(commands[0][1:]))
+    return commands

@@ -32,9 +32,8 @@ _READ_AT_IMPORT = re.compile(
 # What a forked program has forked, rather than started as usual, when it starts processes itself.
 FORKED = re.compile(
     r"-m (?:prefect\.|uvicorn |prefect_torch\.tasks\.gang\.machine\.agent )|/embedded_server/program\.py \d+ uvicorn "
-    r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.starting\.fork_server "
-    r"|-c import sys; .*import prefect_torch\.tasks\.rank\.resources\.device as |/benchmarks/state/rank\.py "
-    r"|/benchmarks/chaos\.py --train ",
+    r"|-u -c import sys; .* prefect_torch\.tasks\.rank\.(?:starting\.fork_server |resources\.device$)"
+    r"|/benchmarks/(?:state/rank\.py |chaos\.py --train )",
     re.DOTALL,
 )
 # A node agent in a shell that executes it in its own place, which its guard starts.
