@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 # Whole operations are retried around these. A small request has few, so that missing credentials are told soon; a part of a
-# large object is tried until `retry_timeout`, lest a second in which a server refuses it transfers the whole object again.
+# large object has some half a minute of pauses, lest a second in which a server refuses it transfers the whole object again.
 _REQUEST_RETRIES: Any = {"max_retries": 3}
 _PART_RETRIES: Any = {
-    "max_retries": 1000,
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 3.0},
+    "max_retries": 12,
+    "backoff": {"init_backoff": timedelta(milliseconds=500), "max_backoff": timedelta(seconds=5), "base": 3.0},
 }
+# From when a request was first sent, which a part on a slow line may have been a minute ago; a retry is not signed anew.
 _LONGEST_RETRIES_S = 30.0
+_LONGEST_PART_RETRIES_S = 300.0
 # A download is one request: only a stalled one may be cut off, else a large object on a slow line could never be read.
 _CLIENT_OPTIONS = {"timeout": "1d", "connect_timeout": "10s"}
 _LONGEST_WAIT_S = 120.0
@@ -108,7 +110,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
     Args:
         url: The bucket's URL.
         options: See `ObstoreStorage`.
-        deadline_s: The longest wait for a byte of a response, 120 s at most, and four times the longest retries of a request.
+        deadline_s: The longest wait for a byte of a response, 120 s at most, and the longest retries of a part, 300 s at most.
 
     Raises:
         ValueError: If the url or an option is invalid.
@@ -139,14 +141,15 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
         client["allow_http"] = "true"
     open_url: Any = obstore.store.from_url  # it has one overload per service, and the url selects the service
 
-    retry_timeout = timedelta(seconds=min(deadline_s / 4, _LONGEST_RETRIES_S))
+    few = {"retry_timeout": timedelta(seconds=min(deadline_s / 4, _LONGEST_RETRIES_S)), **_REQUEST_RETRIES}
+    many = {"retry_timeout": timedelta(seconds=min(deadline_s, _LONGEST_PART_RETRIES_S)), **_PART_RETRIES}
 
     def open_waiting(longest_s: float, retries: Any) -> "ObjectStore":
         store: ObjectStore = open_url(
             re.sub("^gcs://", "gs://", url),
             config=config,
             client_options={"read_timeout": f"{longest_s:.0f}s", **client},
-            retry_config={"retry_timeout": retry_timeout, **retries},
+            retry_config=retries,
             credential_provider=provider,
         )
         return store
@@ -154,9 +157,7 @@ def open_object_stores(url: str, options: Mapping[str, str], deadline_s: float) 
     try:
         wait_s = max(1.0, min(deadline_s, _LONGEST_WAIT_S))
         return ObjectStores(
-            quick=open_waiting(wait_s, _REQUEST_RETRIES),
-            reading=open_waiting(wait_s, _PART_RETRIES),
-            uploading=open_waiting(_UPLOAD_WAIT_S, _PART_RETRIES),
+            quick=open_waiting(wait_s, few), reading=open_waiting(wait_s, many), uploading=open_waiting(_UPLOAD_WAIT_S, many)
         )
     except (obstore.exceptions.BaseError, ValueError) as exc:  # the latter is for a URL, and does not name it
         hint = next((hint for reason, hint in _HINTS.items() if reason in str(exc)), "")

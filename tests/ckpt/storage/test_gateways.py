@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from dataclasses import replace
+from datetime import timedelta
 from itertools import count
 from types import SimpleNamespace
 
@@ -380,7 +381,7 @@ def test_a_server_that_gives_one_page_for_ever_is_an_error(storage, proxy):
 
 @pytest.mark.parametrize("kind", ["moto", "rclone", "s3rver", "seaweedfs"])
 def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, monkeypatch, tmp_path):
-    monkeypatch.setattr(object_store_config, "_LONGEST_RETRIES_S", 1.0)  # s3rver answers 500 to another completion
+    monkeypatch.setitem(object_store_config._PART_RETRIES, "max_retries", 3)  # s3rver answers 500 to another completion
     server: S3Server = request.getfixturevalue(kind)
     (tmp_path / "large").write_bytes(LARGE)
     with proxied(server.endpoint) as proxy:
@@ -400,9 +401,12 @@ def test_an_upload_whose_last_response_is_lost_is_stored_again(kind, request, mo
 
 @pytest.mark.parametrize("answer", [Response(503, b"<Error><Code>SlowDown</Code></Error>"), None], ids=["503", "lost"])
 def test_a_part_of_a_large_object_that_fails_for_a_while_is_transferred_again_alone(moto, proxy, monkeypatch, tmp_path, answer):
-    monkeypatch.setattr(object_store_config, "_LONGEST_RETRIES_S", 600.0)  # as long as the machine needs
+    pause = timedelta(milliseconds=1)
+    monkeypatch.setitem(
+        object_store_config._PART_RETRIES, "backoff", {"init_backoff": pause, "max_backoff": pause, "base": 2.0}
+    )
     options = {**moto.options(), "aws_endpoint_url": proxy.endpoint}
-    storage = ObstoreStorage(f"s3://{moto.new_bucket()}", options, 2400.0)
+    storage = ObstoreStorage(f"s3://{moto.new_bucket()}", options, 300.0)
     failed = {"PUT": count(), "GET": count()}
 
     def change(method, path, response):
@@ -414,6 +418,13 @@ def test_a_part_of_a_large_object_that_fails_for_a_while_is_transferred_again_al
     assert storage.get_file("run/x", tmp_path / "x") == stored
     assert sum("partNumber=" in request for request in proxy.requests) == 3 + 4
     assert sum(request.startswith("GET ") for request in proxy.requests) == 5 + 4
+
+
+@pytest.mark.parametrize(("deadline_s", "longest_s"), [(20.0, 20), (120.0, 120), (3600.0, 300)])
+def test_a_part_that_was_sent_for_a_minute_is_transferred_again_alone_too(moto, deadline_s, longest_s):
+    storage = ObstoreStorage("s3://bucket", moto.options(), deadline_s)
+    retries = [store.retry_config["retry_timeout"] for store in (storage._reading, storage._uploading)]
+    assert retries == [timedelta(seconds=longest_s)] * 2
 
 
 def test_credentials_that_have_expired_are_named_for_requests_without_a_body(storage, proxy, once):
