@@ -15,9 +15,13 @@ from forked_programs import run_program
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.client.schemas.objects import WorkPool
 from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.deployments import run_deployment
+from prefect.exceptions import MissingResult
+from prefect.flow_engine import run_flow
 from prefect.runner import Runner
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch.ckpt.blocks import CheckpointStorage
+from prefect_torch.ckpt.checkpoint_store import list_runs
 from prefect_torch.deployments import (
     create_work_pool,
     deploy,
@@ -29,7 +33,7 @@ from prefect_torch.deployments import (
 )
 from prefect_torch.deployments.planning import _look_at_pool
 from prefect_torch.deployments.work_pools import KINDS
-from prefect_torch.flows import FailureConfig, KubernetesCluster, RunConfig, ScalingConfig, train
+from prefect_torch.flows import FailureConfig, KubernetesCluster, Result, RunConfig, ScalingConfig, train
 
 OWN_FLOWS = (Path(__file__).parents[2] / "docs/how-to/own-flows.md").read_text()
 ON_S3 = RunConfig(storage="s3://bucket/runs")
@@ -215,14 +219,38 @@ def test_a_grace_that_will_not_hold_is_warned_of(recwarn, kind, job_variables, g
         deploy_with(grace_s)
 
 
+def page_program(part):
+    """Return the program of the page about own flows that starts a deployment, and has `part` in it."""
+    programs = (it for it in re.findall(r"```python\n(.*?)```", OWN_FLOWS, re.DOTALL) if "run_deployment(" in it)
+    (program,) = (it for it in programs if part in it)
+    return program
+
+
 def test_the_flow_runs_of_the_page_about_own_flows_have_the_whole_config_and_a_storage(client):
     found = deploy("digits", "my_training:train_fn", {"epochs": 5, "lr": 0.1}, run=ON_S3, work_pool="process-pool")
-    (program,) = (it for it in re.findall(r"```python\n(.*?)```", OWN_FLOWS, re.DOTALL) if "run_deployment(" in it)
-    exec(program, {})
+    exec(page_program("timeout=0"), {})
     made = client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[found])))
     assert sorted(it.parameters["run"]["name"] for it in made) == ["lr-0.01", "lr-0.1"]
     assert all(set(it.parameters["config"]) == {"epochs", "lr"} for it in made)
     assert {it.parameters["run"].get("storage") for it in made} == {"s3://bucket/trainings"}
+
+
+def test_a_program_of_the_page_about_own_flows_reads_the_result_of_its_flow_run(client, tmp_path, monkeypatch, capsys):
+    deploy("digits", "my_training:train_fn", work_pool="process-pool")
+
+    def run_here(name, parameters):
+        """Stand for a worker, which would run the flow run while `run_deployment` waits."""
+        flow_run = run_deployment(name, parameters=parameters, timeout=0)
+        run_flow(train, client.read_flow_run(flow_run.id))
+        return client.read_flow_run(flow_run.id)
+
+    monkeypatch.setattr("prefect.deployments.run_deployment", run_here)
+    variables = {}
+    exec(page_program("Result.from_storage").replace("s3://bucket/trainings", str(tmp_path)), variables)
+    (run,) = list_runs(str(tmp_path))
+    assert capsys.readouterr().out.splitlines()[-1] == f"{Result.from_storage(str(tmp_path), run).path} {{}}"
+    with pytest.raises(MissingResult):
+        variables["flow_run"].state.result()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "process"])
