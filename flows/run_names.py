@@ -1,6 +1,7 @@
 """The name of a run for which the user gave none, the same for all tries of one training."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,11 +11,12 @@ from itertools import count
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.runs.layout import check_run_name
 from prefect_torch.flows.monitoring.restarted import first_name_of, restarted_before
+from prefect_torch.tasks.prefect_api.flow_run import has_own_process
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _DIGITS = 12
@@ -45,10 +47,12 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
     """Return a name that all tries of one training share and no other training has.
 
     It is made from the flow run. Since Prefect makes another subflow run each time that its parent is retried, the name of a
-    subflow is made from the outermost flow run and from each call on the way to the subflow: the flow, or of `run_deployment`
-    the deployment, and the number of the call. Where a task that no flow calls is outermost, it is made from the task run. Of a
-    chain of restarts, it is made from the first flow run. Edits of code and new names of flow runs change nothing. Costs two
-    requests for each flow above, one for each restart, and one to record the outermost flow run's name.
+    subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
+    call; of a flow run in a process of its own, the deployment, or the function that is bound to a work pool, and the
+    parameters, since nobody here knows which of several concurrent calls has which number in another try. Where a task that no
+    flow calls is outermost, it is made from the task run. Of a chain of restarts, it is made from the first flow run. New names
+    of flow runs change nothing, nor do edits of code, except of a bound function. Costs two requests for each flow above, one
+    for each restart, and one to record the outermost flow run's name.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -62,12 +66,11 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
-        number = numbers.get(call.flow_run_id)
-        calls.append(_call_of(root, call.dynamic_key if number is None else number.key))
+        calls.append(_call_of(root, call, numbers.get(call.flow_run_id)))
         codes.append(call.task_key)
         root = client.read_flow_run(call.flow_run_id)
     if (in_task := numbers.get(None)) is not None:  # each try of the task calls another flow run
-        first_id, first_name = _call_of(root, in_task.key), in_task.task_name
+        first_id, first_name = f"{root.flow_id}/{in_task.key}", in_task.task_name
     else:
         first_id = [str(root.id), *restarted_before(client, root)][-1]
         first_name = first_name_of(client, root)
@@ -80,9 +83,14 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
     return _name(first_name, digest_of([first_id, *calls, *["another"] * known.index(codes)]))
 
 
-def _call_of(flow_run: FlowRun, number: str) -> str:
-    """Return what identifies a call by its caller: Prefect numbers those of each deployment, and many have one flow."""
-    return f"{flow_run.deployment_id or flow_run.flow_id}/{number}"
+def _call_of(called: FlowRun, call: TaskRun, number: NumberedCall | None) -> str:
+    """Return what identifies a call of its caller, for which Prefect made the task run `call`, in all tries."""
+    key = call.dynamic_key if number is None else number.key
+    if not has_own_process(called):
+        return f"{called.flow_id}/{key}"
+    # Prefect numbers the calls of each deployment and function, of which many have one flow, and concurrent ones in any order.
+    parameters = digest_of([json.dumps(called.parameters, sort_keys=True)])
+    return f"{called.deployment_id or call.task_key}/{key}/{parameters}"
 
 
 def name_of_flow_run() -> str:

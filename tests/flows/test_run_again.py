@@ -6,8 +6,9 @@ from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
-from prefect import flow, task
+from prefect import Task, flow, task
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.flow_engine import run_flow
@@ -36,6 +37,12 @@ def name_itself():
     """Return the name that a training here would have."""
     with get_client(sync_client=True) as client:
         return name_run(client, FlowRunContext.get().flow_run, numbered_calls())
+
+
+def name_in_own_process(client, flow_run_id):
+    """Return the name that a training in a flow run has that another process runs."""
+    run_names._codes.clear()
+    return name_run(client, client.read_flow_run(flow_run_id))
 
 
 def test_each_place_that_calls_a_training_has_a_name_of_its_own_which_all_retries_share():
@@ -109,14 +116,51 @@ def test_two_deployments_of_one_flow_that_a_flow_starts_train_runs_of_their_own_
         if len(started) == 1:
             raise ValueError("once more")
 
-    def name_in_own_process(flow_run_id):
-        run_names._codes.clear()
-        return name_run(client, client.read_flow_run(flow_run_id))
-
     pipeline()
-    first, second = ([name_in_own_process(it) for it in of_try] for of_try in started)
+    first, second = ([name_in_own_process(client, it) for it in of_try] for of_try in started)
     assert first == second
     assert len(set(first)) == 2
+
+
+def test_flow_runs_of_a_deployment_that_a_retried_flow_starts_in_another_order_do_not_swap_their_runs(client):
+    """The calls of concurrent tasks and coroutines have no order, and Prefect numbers them."""
+
+    @flow
+    def name_of_rate(lr: float):
+        """Stand for a training with a config."""
+
+    deployment_id = name_of_rate.to_deployment("rates").apply()
+    orders, started = [(0.1, 0.01), (0.1, 0.01), (0.01, 0.1)], []
+
+    @flow(retries=2)
+    def pipeline():
+        rates = orders[len(started)]
+        started.append([run_deployment(deployment_id, parameters={"lr": lr}, timeout=0).id for lr in rates])
+        if len(started) < len(orders):
+            raise ValueError("once more")
+
+    pipeline()
+    first, same_order, another_order = ([name_in_own_process(client, it) for it in of_try] for of_try in started)
+    assert first == same_order
+    assert len({*first, *another_order}) == 4
+
+
+def test_flows_of_one_name_that_are_bound_to_a_work_pool_have_runs_of_their_own(client):
+    """As `from one import fit` and `from another import fit as fit_too`, with the decorators `docker` and `kubernetes`."""
+
+    def fit():
+        return 1
+
+    def fit_too():
+        return 2
+
+    pool = client.create_work_pool(WorkPoolCreate(name=f"bound-{uuid4()}", type="process"))
+    above, names = begin(client, train_fn="trainings:train_epochs"), []
+    for function in (fit, fit_too):
+        call = client.create_task_run(Task(function, name="fit"), above.id, "0", state=Running())
+        bound = client.create_flow_run(flow(function, name="fit"), parent_task_run_id=call.id, work_pool_name=pool.name)
+        names.append(name_in_own_process(client, bound.id))
+    assert len(set(names)) == 2
 
 
 def test_neither_an_edit_nor_another_name_of_the_flow_run_changes_the_names_of_its_trainings(client):
