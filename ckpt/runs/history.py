@@ -170,27 +170,31 @@ class HistoryWriter:
         self._merging.delete_replaced()
 
 
-def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None) -> list[MetricRecord]:
-    """Return every stored report, oldest first; unreadable records are left out with a warning.
+def read_history(run: Run, listed: Sequence[ListedCheckpoint] | None = None, *, since: int = 0) -> list[MetricRecord]:
+    """Return the stored reports of attempt `since` and of all later ones, oldest first.
 
-    A leader that was killed leaves up to two seconds of reports unstored; those with a committed checkpoint are filled in
-    from its manifest.
+    Unreadable records are left out with a warning. A leader that was killed leaves up to two seconds of reports unstored; those
+    with a committed checkpoint are filled in from its manifest.
 
     Args:
         run: The run.
         listed: All checkpoints of the run, if they were just listed; None lists them.
+        since: The first attempt whose reports are read; those of earlier ones cost no read.
 
     """
     records: list[MetricRecord] = []
     late: list[MetricRecord] = []  # those that a later leader stored
     known: set[str] = set()
-    for record in read_records(run.storage, run.layout, MetricRecord):
+    for record in read_records(run.storage, run.layout, MetricRecord, since=since or None):
+        if record.attempt < since:  # its leader failed to store it, and a later one did
+            continue
         if record.checkpoint is None or record.checkpoint not in known:  # a leader may store a lost record twice
             (late if records and record.attempt < records[-1].attempt else records).append(record)
         if record.checkpoint is not None:
             known.add(record.checkpoint)
     existing = run.listed() if listed is None else listed
-    late += [_record_of(manifest) for manifest in read_manifests(run, (it for it in existing if it.id not in known))]
+    unknown = [it for it in existing if attempt_of(it.id) >= since and it.id not in known]
+    late += [_record_of(manifest) for manifest in read_manifests(run, unknown)]
     return _with_late(records, late) if late else records
 
 

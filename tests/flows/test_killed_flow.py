@@ -149,19 +149,20 @@ def summaries(store):
         return [it.data for it in client.read_artifacts(artifact_filter=wanted, sort=ArtifactSort.UPDATED_DESC)]
 
 
-def test_the_page_of_a_killed_flow_run_links_to_the_one_that_continues_its_training(storage):
+@pytest.mark.parametrize(("resume", "goes_on"), [("auto", "continues the training"), ("never", "has begun the training anew")])
+def test_the_page_of_a_killed_flow_run_links_to_the_one_that_continues_its_training(storage, resume, goes_on):
     leader = start(storage, "train_epochs", {"epochs": 1000, "pause_s": 0.1})
     store = CheckpointStore.open(storage, "run")
     leader.wait_for(lambda: committed(storage) and summaries(store))
     leader.kill()
     assert "**running** · attempt 1" in summaries(store)[0]
-    start(storage, "train_epochs", {"epochs": committed(storage)[-1].step + 3}).finish()
+    start(storage, "train_epochs", {"epochs": committed(storage)[-1].step + 3}, resume=resume).finish()
     pages = summaries(store)
     assert len(pages) == 2
     assert all("running" not in page for page in pages)
     (killed,) = [page for page in pages if "**lost** · attempt 1" in page]
     page = flow_run_page(newest_attempt(store).owner.flow_run_id)
-    assert f"Its process was killed or overtaken; [another flow run]({page}) continues the training." in killed
+    assert f"Its process was killed or overtaken; [another flow run]({page}) {goes_on}." in killed
 
 
 def test_even_children_in_sessions_of_their_own_end_with_the_leader(storage, tmp_path):

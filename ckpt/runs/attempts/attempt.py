@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from prefect_torch.ckpt.errors import MalformedRecordError, UnsupportedFormatError
 from prefect_torch.ckpt.runs.deletion.reserve import put_despite_full_disk
-from prefect_torch.ckpt.runs.layout import attempt_number
+from prefect_torch.ckpt.runs.layout import attempt_number, outcome_number
 from prefect_torch.ckpt.runs.manifest import AttemptNumber, is_id
 from prefect_torch.ckpt.runs.metrics import to_json
 from prefect_torch.ckpt.runs.records.fields import Count, Time, decode
@@ -125,9 +125,10 @@ class Outcome:
         return self.ending in ("completed", "stopped")
 
 
-def list_attempts(run: Run) -> Iterator[Attempt]:
-    """Yield every attempt, oldest first; a claim that cannot be read is left out with a warning."""
-    for attempt in read_all(claim_keys(run), lambda key: left_out_if_newer(partial(read_attempt, run, key))):
+def list_attempts(run: Run, since: int = 0) -> Iterator[Attempt]:
+    """Yield attempt `since` and all later ones, oldest first; a claim that cannot be read is left out with a warning."""
+    keys = [key for key in claim_keys(run) if attempt_number(key) >= since]
+    for attempt in read_all(keys, lambda key: left_out_if_newer(partial(read_attempt, run, key))):
         if attempt is not None:
             yield attempt
 
@@ -232,9 +233,12 @@ def write_outcome(run: Run, outcome: Outcome) -> None:
     run.records.put(run.layout.outcome(outcome.attempt), to_json(asdict(outcome)))  # type: ignore[arg-type]  # a dict stays one
 
 
-def read_outcomes(run: Run) -> list[Outcome]:
-    """Return every recorded outcome, oldest first; an attempt whose leader was killed has none, or an unreadable one."""
-    keys = run.keys(run.layout.outcomes)
+def read_outcomes(run: Run, since: int = 0) -> list[Outcome]:
+    """Return the recorded outcomes of attempt `since` and of all later ones, oldest first.
+
+    An attempt whose leader was killed has none, or an unreadable one.
+    """
+    keys = [key for key in run.keys(run.layout.outcomes) if outcome_number(key) >= since]
     return [outcome for outcome in read_all(keys, partial(_read_outcome, run)) if outcome is not None]
 
 

@@ -170,7 +170,9 @@ def _decode_line(chunk: Chunk, index: int, line: bytes, where: str, kind: type[T
     return chunk.last - chunk.count + 1 + index, decode(kind, parse(line, where, _WHAT), where, _WHAT)
 
 
-def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Chunk, dict[int, T]] | None = None) -> list[T]:
+def read_records(
+    storage: Storage, layout: Layout, kind: type[T], known: dict[Chunk, dict[int, T]] | None = None, since: int | None = None
+) -> list[T]:
     """Return every record of the history once, in order, even if a writer merges chunks meanwhile.
 
     Args:
@@ -178,11 +180,12 @@ def read_records(storage: Storage, layout: Layout, kind: type[T], known: dict[Ch
         layout: The keys of the run.
         kind: The dataclass of a record.
         known: Chunks that were read before; new ones are added, so the next call with the same dict reads only newer ones.
+        since: The first attempt whose leader's records are read; None for all.
 
     """
     known = {} if known is None else known
     gone: set[Chunk] = set()
-    while unread := [chunk for chunk in list_chunks(storage, layout) if chunk not in known]:
+    while unread := [chunk for chunk in list_chunks(storage, layout, since) if chunk not in known]:
         with no_collection():
             read = read_all(unread, lambda chunk: read_chunk(storage, chunk, kind))
         for chunk, records in zip(unread, read, strict=True):

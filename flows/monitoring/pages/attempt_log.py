@@ -140,7 +140,7 @@ class AttemptLog:
     @property
     def status(self) -> AttemptStatus:
         """The status of the attempt, by its claim, its outcome, and the claim of the next."""
-        is_process_gone = False if self.is_running else self.attempt.owner.is_process_gone()  # it is this process's attempt
+        is_process_gone = False if self.is_running else None  # it is this process's attempt; of one that is over, nobody asks
         is_overtaken = self.outcome is None and not self.is_running
         return AttemptStatus(self.attempt, self.outcome, is_process_gone, is_overtaken=is_overtaken)
 

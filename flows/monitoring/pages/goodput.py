@@ -1,6 +1,6 @@
 """The goodput of a run: how the time of its attempts is divided; pure.
 
-Each second from the first claim of the run to its end, or to now, belongs to one of
+Each second from the first claim of the run, or from its last fresh start (`resume="never"`), to its end, or to now, is one of
 
 training        work that later attempts continued from, or still may: from an attempt's first step to its end, without the
                 times below.
@@ -14,8 +14,8 @@ lost            work after the checkpoint that a later attempt resumed from, whi
 away            between two flow runs.
 
 The goodput is the share of training in all of this time except the time away. The work between a damaged checkpoint and the one
-restored instead counts as lost, and so does all work before a fresh start (`resume="never"`). Times are those of the machines'
-clocks.
+restored instead counts as lost, and so does all work before an attempt that had no checkpoint to restore. Times are those of
+the machines' clocks.
 """
 
 import math

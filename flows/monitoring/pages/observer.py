@@ -8,6 +8,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect_torch.ckpt.errors import StorageError
+from prefect_torch.ckpt.runs.attempts.attempt import Attempt
 from prefect_torch.ckpt.text import show_count
 from prefect_torch.flows.monitoring.text import flow_run_page, plain_text, show_time
 from prefect_torch.tasks.prefect_api.client import LazyClient
@@ -99,16 +100,17 @@ class PageObserver:
             about = f"Run {plain_text(self._store.run)}, attempt {newest.number}"
             self._progress.show(client, flow_run_id, round(100 * self._view.progress, 1), about)
         if not self._are_left_ended:
-            self._end_left_pages(client, newest.attempt.owner.flow_run_id)
+            self._end_left_pages(client, newest.attempt)
             self._are_left_ended = True
 
-    def _end_left_pages(self, client: SyncPrefectClient, own_id: str | None) -> None:
-        owners = [log.attempt.owner for log in self._view.logs if log.status.state == "lost"]
-        left = [UUID(it) for owner in owners if (it := owner.flow_run_id) != own_id and flow_run_page(it) is not None]
+    def _end_left_pages(self, client: SyncPrefectClient, attempt: Attempt) -> None:
+        own_id, found = attempt.owner.flow_run_id, [it.owner.flow_run_id for it in self._view.lost_before]
+        left = [UUID(it) for it in found if it is not None and it != own_id and flow_run_page(it) is not None]
         if left:
             page = flow_run_page(own_id)
             another = "another flow run" if page is None else f"[another flow run]({page})"
-            why = f"Its process was killed or overtaken; {another} continues the training."
+            goes_on = "has begun the training anew" if attempt.lineage == attempt.number else "continues the training"
+            why = f"Its process was killed or overtaken; {another} {goes_on}."
             end_left_pages(client, left[-MAX_LINKED_ATTEMPTS:], why)
 
     def _publish_summary(self, client: SyncPrefectClient, flow_run_id: UUID | None, now_s: float) -> None:

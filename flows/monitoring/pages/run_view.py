@@ -29,18 +29,27 @@ from .attempt_log import AttemptLog
 from .stored_checkpoints import MAX_HELD, StoredCheckpoint, StoredCheckpoints
 
 MAX_LINKED_ATTEMPTS = 5  # the newest ones, whose ranks are known
+_NUM_BEFORE = 20  # attempts whose end is looked for also before a fresh start
 
 
 class RunView:
     """Attempts, metrics and checkpoints of a run, in bounded memory and without requests while the training runs.
 
-    Everything before the first attempt of this process is read from storage when that attempt starts. Everything later comes
-    from the training's events alone, so that nothing is recorded twice.
+    Everything before the first attempt of this process is read from storage when that attempt starts; of what came before the
+    run's last fresh start (`resume="never"`), only the checkpoints, which retention compares with later ones. Everything later
+    comes from the training's events alone, so that nothing is recorded twice.
 
     Args:
         store: The run.
         policy: Its retention policy.
         clock: Returns seconds, by which the progress is measured: a step of the machine's time would be one of the progress.
+
+    Attributes:
+        checkpoints: The run's checkpoints.
+        curves: The metrics of `logs`.
+        lost_before: Those of the newest attempts of earlier processes that were killed or overtaken, and have no outcome.
+        quarantined: Why checkpoints were set aside, by id.
+        progress: The completed share that the training has reported, or None.
 
     """
 
@@ -51,13 +60,14 @@ class RunView:
         self._logs: dict[int, AttemptLog] = {}
         self.checkpoints = StoredCheckpoints(policy)
         self.curves = Curves()
+        self.lost_before: list[Attempt] = []
         self.quarantined: dict[str, str] = {}
         self.progress: float | None = None
         self._rate: ProgressRate | None = None
 
     @property
     def logs(self) -> list[AttemptLog]:
-        """Every attempt, oldest first."""
+        """Every attempt since the last fresh start, oldest first."""
         return [self._logs[number] for number in sorted(self._logs)]
 
     @property
@@ -130,13 +140,13 @@ class RunView:
     def _add_attempt(self, attempt: Attempt) -> None:
         try:
             if not self._logs:
-                self._read_past(attempt.number)
+                self._read_past(attempt)
         finally:  # the present is shown even if the past cannot be read
             self._logs[attempt.number] = AttemptLog(attempt)
 
     def _end(self, outcome: Outcome, now_s: float) -> None:
         if outcome.attempt not in self._logs:  # it ended before its AttemptStarted
-            claimed = [attempt for attempt in list_attempts(self._store) if attempt.number == outcome.attempt]
+            claimed = [it for it in list_attempts(self._store, outcome.attempt) if it.number == outcome.attempt]
             if not claimed:
                 return
             self._add_attempt(claimed[0])
@@ -152,17 +162,21 @@ class RunView:
             self.checkpoints.remove(manifest.id, manifest.total_bytes)
         self.checkpoints.pinned = frozenset(key for key, reasons in decided.keep.items() if "pinned" in reasons)
 
-    def _read_past(self, number: int) -> None:
-        """Read everything before attempt `number`; an error leaves the view unchanged."""
-        logs = {it.number: AttemptLog(it) for it in _newest_claims(list_attempts(self._store)) if it.number < number}
-        manifests = [manifest for manifest in self._store.list() if attempt_of(manifest.id) in logs]
-        history = [record for record in read_history(self._store) if record.attempt in logs]
-        outcomes = {it.attempt: it for it in read_outcomes(self._store)}
+    def _read_past(self, attempt: Attempt) -> None:
+        """Read what came before `attempt`; an error leaves the view unchanged."""
+        since = min(attempt.lineage, attempt.number - _NUM_BEFORE)
+        before = [it for it in _newest_claims(list_attempts(self._store, since)) if it.number < attempt.number]
+        logs = {it.number: AttemptLog(it) for it in before if it.number >= attempt.lineage}
+        manifests = [manifest for manifest in self._store.list() if manifest.attempt < attempt.number]
+        history = [it for it in read_history(self._store, since=attempt.lineage) if it.attempt in logs]
+        outcomes = {it.attempt: it for it in read_outcomes(self._store, since)}
         written = {stem(info.key): info.modified_s for info in self._store.storage.list(self._store.layout.outcomes)}
         self._replace(manifests)
         self._logs = logs
+        self.lost_before = [it for it in before if it.number not in outcomes]
         for manifest in manifests:
-            logs[attempt_of(manifest.id)].record_commit(manifest.id, manifest.timings.get("stall_s"))
+            if manifest.attempt in logs:
+                logs[manifest.attempt].record_commit(manifest.id, manifest.timings.get("stall_s"))
         for record in history:
             self._record_report(record)
         for log in logs.values():

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from uuid import UUID
 
 import pytest
+from counting_storage import CountingStorage
 from faulty_storage import FaultyStorage
 from prefect.settings import PREFECT_UI_URL, temporary_settings
 from prefect_torch.ckpt import Plan, RetentionPolicy, StorageError
@@ -301,6 +302,45 @@ def test_the_outcomes_of_many_earlier_attempts_are_read_at_once(store):
         write_outcome(store, Outcome(number, "preempted"))
     view = view_of(replace(store, storage=Meeting(store.storage)), AttemptStarted(claim(33), None))
     assert [log.outcome and log.outcome.attempt for log in view.logs] == [*range(1, 33), None]
+
+
+def leave_night(store, number, ending="completed"):
+    claimed = claim_attempt(store, Owner.current(f"night-{number}"), world_size=2)
+    assert (claimed.number, claimed.lineage) == (number, number)
+    history = HistoryWriter(store, number)
+    history.append(record(number, 0, score=number))
+    history.close()
+    if ending is not None:
+        write_outcome(store, Outcome(number, ending))
+
+
+@pytest.mark.parametrize("num_nights", [25, 50])
+def test_a_fresh_start_is_shown_by_itself_whatever_was_trained_before(store, tmp_path, num_nights):
+    """As each night by a schedule: every start read the claims, outcomes and reports of all nights, and drew their curves."""
+    Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
+    for number in range(2, num_nights):
+        leave_night(store, number)
+    leave_night(store, num_nights, ending=None)
+    tonight = claim_attempt(store, Owner.current("tonight"), world_size=2)
+    counted = CountingStorage(store.storage)
+    view = view_of(replace(store, storage=counted), AttemptStarted(tonight, None))
+    assert counted.taken()["get_bytes"] == 21 + 19 + 1, "claims, outcomes, the manifest"
+    view.record(ReportEvent(record(tonight.number, 0, score=0.5)), BEGUN_S)
+    assert [log.number for log in view.logs] == [tonight.number]
+    assert [curve.kept(resume_points(view.logs)) for curve in view.curves.sorted(None)] == [[(0, 0.5)]]
+    assert [it.id for it in view.checkpoints.held] == [it.id for it in store.list()]
+    assert [it.owner.flow_run_id for it in view.lost_before] == [f"night-{num_nights}"]
+
+
+def test_whether_the_processes_of_attempts_that_are_over_live_is_asked_of_no_kernel(store, monkeypatch):
+    """A page asked five times per attempt, several times over."""
+    for number in (1, 2):
+        claim_attempt(store, Owner.current("a"), world_size=2, lineage=1)
+        write_outcome(store, Outcome(number, "failed"))
+    monkeypatch.setattr(Owner, "is_process_gone", None)
+    view = view_of(store, AttemptStarted(replace(claim(4), lineage=1), None))
+    assert [log.status.state for log in view.logs] == ["failed", "failed", "running"]
+    assert "**running** · attempt 4" in page_of(view)
 
 
 def test_what_is_left_does_not_depend_on_a_clock_that_is_set(store):
