@@ -162,7 +162,8 @@ def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, ma
                 gpus,
                 machines,
                 termination,
-                [*console_progress(job.run), *notebook_progress(job.run), location, pages, EventObserver(job)],
+                # Pages last: they may take long, and others wait for the events.
+                [*console_progress(job.run), *notebook_progress(job.run), location, EventObserver(job), pages],
             )
     finally:
         # A terminated process may be killed soon; then the end of the next training refreshes the page.

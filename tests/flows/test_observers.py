@@ -6,6 +6,7 @@ import httpx
 from prefect import flow
 from prefect_servers import wait_until
 from prefect_torch.ckpt.runs.attempts.attempt import Outcome
+from prefect_torch.flows import train
 from prefect_torch.tasks.training import observers as module
 from prefect_torch.tasks.training.observers import AttemptEnded, Observers
 
@@ -32,6 +33,29 @@ class Broken(Recorder):
 
     def refresh(self, *, final):
         raise ValueError("no such page")
+
+
+class Named(Recorder):
+    def __init__(self, name, told):
+        super().__init__()
+        self.name, self.told = name, told
+
+    def observe(self, event):
+        self.told.append((self.name, event))
+
+    def refresh(self, *, final):
+        self.told.append((self.name, "refreshed"))
+
+
+def test_events_are_on_their_way_before_a_page_begins_to_show_anything(run, monkeypatch):
+    """The past of a run with very many attempts kept its page, and with it every event, until the training had ended."""
+    told = []
+    for name in ("PageObserver", "EventObserver"):
+        monkeypatch.setattr(f"prefect_torch.flows.training.{name}", lambda *_, name=name: Named(name, told))
+    train("trainings:tell_environment", run=run)
+    assert len(told) > 4
+    assert [name for name, _ in told] == ["EventObserver", "PageObserver"] * (len(told) // 2)
+    assert [what for _, what in told[::2]] == [what for _, what in told[1::2]]
 
 
 def test_all_see_everything_in_order_and_a_refresh_at_the_end():
