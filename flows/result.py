@@ -1,5 +1,6 @@
 """The result of a training, read from its storage: while it runs, when it has completed, and when it has failed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,12 @@ class Result:
     """The outcome of a training.
 
     Attributes:
-        metrics: Rank 0's last report, and the newest value of each metric logged since; empty without reports.
+        metrics: Rank 0's last report, and the newest value of each metric logged since; empty without reports in this training.
         checkpoint: The latest checkpoint; None without checkpoints.
         best_checkpoints: The checkpoints in storage with their metrics, best first, including those that are kept for another
             reason, such as the latest.
-        history: Every report of rank 0, in order, and what it has logged between reports (`is_logged`).
+        history: Every report of rank 0, in order, and what it has logged between reports (`is_logged`); of attempts before
+            `first_attempt`, too.
         path: The run's local path or URL.
         attempts: The number of the run's attempts.
         error: The error that ended the newest attempt; None if it completed, runs, or was killed before an error was
@@ -52,6 +54,8 @@ class Result:
         resumed_from: The path or URL of the checkpoint that the newest attempt resumed from; None for a fresh start.
         return_value: The return value of rank 0's function; from storage, as far as JSON of up to 1 MiB can hold it; a larger
             dict is read without its largest items.
+        first_attempt: The attempt that made the run's last fresh start (`resume="never"`), with which this training began; 1
+            without one.
 
     """
 
@@ -66,6 +70,7 @@ class Result:
     completed: bool = False
     resumed_from: str | None = None
     return_value: Any = None
+    first_attempt: int = 1
 
     @property
     def metrics_dataframe(self) -> "pd.DataFrame":
@@ -85,14 +90,15 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the curves, the kept checkpoints, and the lines that load one."""
-        steps = [record.step for record in self.history if not record.is_logged]
+        history = _since(self.history, self.first_attempt)
+        steps = [record.step for record in history if not record.is_logged]
         ending = "completed" if self.completed else "failed" if self.error is not None else "not completed"
-        outcome = f"{ending}, {self.attempts} attempt{'s' * (self.attempts != 1)}"
+        outcome = f"{ending}, {_attempts(self)}"
         if steps:
             outcome += f", {len(steps)} report{'s' * (len(steps) != 1)} up to step {steps[-1]}"
         if self.error is not None:
             outcome += f"; {headline(str(self.error)) or type(self.error).__name__}"
-        return result_html(self.path, outcome, self.history, [(it.path, metrics) for it, metrics in self.best_checkpoints])
+        return result_html(self.path, outcome, history, [(it.path, metrics) for it, metrics in self.best_checkpoints])
 
     def get_best_checkpoint(self, metric: str, mode: Order) -> Checkpoint:
         """Return the best of `best_checkpoints` by any metric; of equal ones the newer.
@@ -146,7 +152,7 @@ def read_result(store: CheckpointStore) -> Result:
     policy = attempt.policy
     best = sort_by_score(manifests, policy.checkpoint_score_attribute, policy.checkpoint_score_order)
     return Result(
-        metrics=newest_metrics(history),
+        metrics=newest_metrics(_since(history, attempt.lineage)),
         checkpoint=store.checkpoint(manifests[-1]) if manifests else None,
         best_checkpoints=[(store.checkpoint(it), it.metrics) for it in best],
         history=history,
@@ -157,7 +163,12 @@ def read_result(store: CheckpointStore) -> Result:
         completed=status.is_completed,
         resumed_from=attempt.resumed_from,
         return_value=None if outcome is None else outcome.return_value,
+        first_attempt=attempt.lineage,
     )
+
+
+def _since(history: Sequence[MetricRecord], attempt: int) -> list[MetricRecord]:
+    return [record for record in history if record.attempt >= attempt]
 
 
 def _row(record: MetricRecord) -> dict[str, Any]:
@@ -173,28 +184,34 @@ def _row(record: MetricRecord) -> dict[str, Any]:
 
 def summarize(result: Result, policy: RetentionPolicy) -> str:
     """Return a completed training in one line, such as "150 steps, val_loss 0.0013 (best at 143), 2 attempts"."""
-    return ", ".join([*_steps(result), *_best(result, policy), show_count(result.attempts, "attempt")])
+    reports = [record for record in _since(result.history, result.first_attempt) if not record.is_logged]
+    return ", ".join([*_steps(reports), *_best(result, reports, policy), _attempts(result)])
 
 
-def _steps(result: Result) -> list[str]:
-    reported = [record.step for record in result.history if not record.is_logged]
+def _attempts(result: Result) -> str:
+    return show_count(result.attempts - result.first_attempt + 1, "attempt")
+
+
+def _steps(reports: Sequence[MetricRecord]) -> list[str]:
+    reported = [record.step for record in reports]
     if not reported:
         return ["no report"]
     number = max(reported) + (1 if min(reported) == 0 else 0)  # most trainings count from 0
     return [show_count(number, "step")]
 
 
-def _best(result: Result, policy: RetentionPolicy) -> list[str]:
+def _best(result: Result, reports: Sequence[MetricRecord], policy: RetentionPolicy) -> list[str]:
     """Return the best score; without a score, the last value of the first metric that is a number."""
     name, order = policy.checkpoint_score_attribute, policy.checkpoint_score_order
     if name is None:
         return show_first_number(result.metrics)
-    reports = [record for record in result.history if not record.is_logged and _has_score(record, name)]
-    by_step = {record.step: record.metrics for record in reports}  # a step that was trained again has replaced the lost one
+    # A step that was trained again has replaced the lost one.
+    by_step = {record.step: record.metrics for record in reports if find_score(record.metrics, name) is not None}
     scored = [(metrics, step) for step, metrics in by_step.items()]
     if not scored:  # an evaluation attached it
         found = [(it.manifest, metrics) for it, metrics in result.best_checkpoints]
-        scored = [(metrics, manifest.step) for manifest, metrics in found if find_score(metrics, name) is not None]
+        own = [it for it in found if it[0].attempt >= result.first_attempt]
+        scored = [(metrics, manifest.step) for manifest, metrics in own if find_score(metrics, name) is not None]
     if not scored:
         return []
     finite = [it for it in scored if find_finite_score(it[0], name) is not None]
@@ -204,7 +221,3 @@ def _best(result: Result, policy: RetentionPolicy) -> list[str]:
     last, _ = max(scored, key=lambda it: it[1])
     at_end = [] if find_finite_score(last, name) is not None else [f"{show_number(find_score(last, name))} at the end"]
     return [f"{name} {show_number(find_score(metrics, name))} (best at {step})", *at_end]
-
-
-def _has_score(record: MetricRecord, name: str) -> bool:
-    return find_score(record.metrics, name) is not None

@@ -55,7 +55,7 @@ class RunRow:
     Attributes:
         name: Its name.
         status: Its newest attempt.
-        step: The step of its last report; None without reports, or if they were not read.
+        step: The step of its last report since its last fresh start; None without reports, or if they were not read.
         metric: The score, or the first metric that is a number if no report has the score; None without one.
         best: The best value of the score, or the last of another metric.
         points: The curve of that metric.
@@ -168,7 +168,8 @@ def _with_metrics(storage: Storage, until_s: float, clock: Callable[[], float], 
 
 
 def _read_metrics(store: CheckpointStore, row: RunRow) -> RunRow:
-    history = [record for record in read_history(store) if not record.is_logged]
+    since = row.status.attempt.lineage
+    history = [record for record in read_history(store, since=since) if not record.is_logged]
     if not history:
         return _as_sweep(store, row)
     policy = row.status.attempt.policy

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prefect_torch.ckpt.errors import FencedError
-from prefect_torch.ckpt.runs.manifest import is_id
+from prefect_torch.ckpt.runs.manifest import attempt_of, is_id
 from prefect_torch.ckpt.runs.metrics import find_finite_score
 from prefect_torch.ckpt.runs.retention import Order, sort_by_score
 from prefect_torch.ckpt.text import clip, headline, show_bytes, show_count
@@ -139,8 +139,10 @@ def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
 
 
 def _best_evaluated(view: RunView, first: str | None, order: Order) -> dict[str, Point]:
-    """Return the step and the value of the best checkpoint, by the name of the score: an evaluation attached it."""
-    for checkpoint in sort_by_score(view.checkpoints.held, first, order)[:1]:
+    """Return the step and the value of the attempts' best checkpoint, by the name of the score: an evaluation attached it."""
+    own = {log.number for log in view.logs}
+    held = [it for it in view.checkpoints.held if attempt_of(it.id) in own]
+    for checkpoint in sort_by_score(held, first, order)[:1]:
         if first is not None and (value := find_finite_score(checkpoint.metrics, first)) is not None:
             return {first: (checkpoint.step, value)}
     return {}

@@ -16,11 +16,13 @@ from prefect_torch.ckpt.runs.attempts.attempt import Attempt, Outcome
 from prefect_torch.ckpt.runs.attempts.owner import Owner
 from prefect_torch.ckpt.runs.history import MetricRecord
 from prefect_torch.ckpt.storage.local_files.storage import LocalStorage
-from prefect_torch.flows import Result, RunConfig, train
+from prefect_torch.flows import CheckpointConfig, Result, RunConfig, train
 from prefect_torch.flows.monitoring import messages, temporary_storage
 from prefect_torch.flows.monitoring.messages import LocationObserver
-from prefect_torch.flows.result import summarize
+from prefect_torch.flows.monitoring.pages.runs_page import read_runs
+from prefect_torch.flows.result import read_result, summarize
 from prefect_torch.tasks import run_logs
+from prefect_torch.tasks.options.storage import configured_storage
 from prefect_torch.tasks.run_logs import library_logs_in_run
 from prefect_torch.tasks.training import attempt_leader
 from prefect_torch.tasks.training.observers import AttemptEnded, AttemptStarted
@@ -72,6 +74,32 @@ ODD = [(100, {}), (200, {"loss": float("nan")})]
 )
 def test_a_completed_training_is_one_line(result, policy, line):
     assert summarize(result, policy) == line
+
+
+def test_the_line_of_a_fresh_start_is_of_that_alone(run):
+    """What a night had not reached was that of the nights before, and so was its best value."""
+    policy = CheckpointConfig(checkpoint_score_attribute="loss", checkpoint_score_order="min")
+    run = run.model_copy(update={"resume": "never"})
+    train("trainings:train_epochs", {"epochs": 4}, run=run, checkpoint=policy)
+    state = train("trainings:train_epochs", {"epochs": 2}, run=run, checkpoint=policy, return_state=True)
+    assert state.message == "2 steps, loss 0.5 (best at 1), 1 attempt"
+    result = Result.from_storage(run.storage, run.name)
+    assert [(it.attempt, it.step) for it in result.history] == [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+    assert (result.attempts, result.first_attempt) == (2, 2)
+    assert ">run</b>" in result._repr_html_()
+    assert "completed, 1 attempt, 2 reports up to step 1</p>" in result._repr_html_()
+    (row,), _ = read_runs(configured_storage(run.storage))
+    assert (row.step, row.best, row.points) == (1, 0.5, ((0, 1.0), (1, 0.5)))
+
+
+def test_the_line_of_a_fresh_start_takes_no_evaluation_of_what_came_before(tmp_path):
+    store, anew = CheckpointStore.open(tmp_path, "run"), []
+    for value in (0.1, 0.3):
+        attempt = RankAttempt(store)
+        attempt.session().report({"loss": 1}, folder(tmp_path / f"c{value}", model="1"))
+        store.attach_metrics(store.list()[-1].id, {"error": value})
+        anew.append(summarize(read_result(store), RetentionPolicy(2, "eval/error", "min")))
+    assert anew == ["1 step, eval/error 0.1 (best at 0), 1 attempt", "1 step, eval/error 0.3 (best at 1), 1 attempt"]
 
 
 @pytest.mark.parametrize(

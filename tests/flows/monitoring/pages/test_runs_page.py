@@ -136,7 +136,7 @@ def test_the_metrics_of_few_runs_are_read_at_once(storage, monkeypatch):
     read, all_are_read = runs_page.read_history, threading.Condition()
     num_reading = most = 0
 
-    def read_slowly(store):
+    def read_slowly(store, *, since):
         nonlocal num_reading, most
         with all_are_read:
             num_reading += 1
@@ -144,7 +144,7 @@ def test_the_metrics_of_few_runs_are_read_at_once(storage, monkeypatch):
             all_are_read.notify_all()
             all_are_read.wait_for(lambda: most > 4, 0.2)
             num_reading -= 1
-        return read(store)
+        return read(store, since=since)
 
     monkeypatch.setattr(runs_page, "read_history", read_slowly)
     rows, _ = read_runs(storage)

@@ -318,17 +318,19 @@ def leave_night(store, number, ending="completed"):
 def test_a_fresh_start_is_shown_by_itself_whatever_was_trained_before(store, tmp_path, num_nights):
     """As each night by a schedule: every start read the claims, outcomes and reports of all nights, and drew their curves."""
     Attempt(store).session().report({"score": 1}, folder(tmp_path / "c", model="1"))
+    store.attach_metrics(store.list()[0].id, {"error": 0.1})
     for number in range(2, num_nights):
         leave_night(store, number)
     leave_night(store, num_nights, ending=None)
     tonight = claim_attempt(store, Owner.current("tonight"), world_size=2)
     counted = CountingStorage(store.storage)
     view = view_of(replace(store, storage=counted), AttemptStarted(tonight, None))
-    assert counted.taken()["get_bytes"] == 21 + 19 + 1, "claims, outcomes, the manifest"
+    assert counted.taken()["get_bytes"] == 21 + 19 + 2, "claims, outcomes, the manifest and its evaluation"
     view.record(ReportEvent(record(tonight.number, 0, score=0.5)), BEGUN_S)
     assert [log.number for log in view.logs] == [tonight.number]
     assert [curve.kept(resume_points(view.logs)) for curve in view.curves.sorted(None)] == [[(0, 0.5)]]
     assert [it.id for it in view.checkpoints.held] == [it.id for it in store.list()]
+    assert "Best:" not in page_of(view, replace(CONTEXT, first_metric="eval/error"))
     assert [it.owner.flow_run_id for it in view.lost_before] == [f"night-{num_nights}"]
 
 
