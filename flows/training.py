@@ -167,7 +167,8 @@ def _train(job: TrainJob, config: dict[str, Any] | None, gpus: GpuAllocation, ma
             )
     finally:
         # A terminated process may be killed soon; then the end of the next training refreshes the page.
-        if location.has_begun and termination.cause is None:
+        is_on_page = "/" not in job.run  # else it is a trial
+        if is_on_page and location.has_begun and termination.cause is None:
             refresh_runs_page(job.storage)
     result = replace(read_result(job.store), return_value=return_value)
     location.log_completed(summary := summarize(result, job.policy))

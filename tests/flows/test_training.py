@@ -865,6 +865,15 @@ def test_a_report_that_one_rank_got_wrong_is_its_failure_not_its_peers(run):
     assert Result.from_storage(run.storage, "run").attempts == 1
 
 
+def test_a_trial_leaves_the_page_of_the_storages_runs_to_its_sweep(run, monkeypatch):
+    """With `trials_on`, each of ten thousand trials read all runs at its end, on its machine, for a page that has no trials."""
+    refreshed = []
+    monkeypatch.setattr("prefect_torch.flows.training.refresh_runs_page", refreshed.append)
+    for name in ("s", "s/trial-0000-0123abcd"):
+        train("trainings:tell_environment", run=run.model_copy(update={"name": name}))
+        assert len(refreshed) == 1
+
+
 def test_a_flow_run_shows_its_training_by_name_tag_and_message_and_where_to_look(run, caplog):
     by_epoch = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="epoch", checkpoint_score_order="min")
     state = train("trainings:train_epochs", epochs(3), run=run, checkpoint=by_epoch, return_state=True)

@@ -1,6 +1,7 @@
 """An artifact of a flow run that is kept up to date."""
 
 import re
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Literal
 from uuid import UUID
@@ -21,12 +22,16 @@ from prefect_torch.ckpt.text import encodable
 from prefect_torch.flows.monitoring.text import storable
 
 _NOT_IN_KEYS = re.compile(r"[^a-z0-9]+")
+_MOST_VERSIONS = 100  # of a page that several flow runs show
 
 
 def add_version(
     client: SyncPrefectClient, flow_run_id: UUID | None, key: str, page: str, description: str, *, in_place: bool
 ) -> None:
     """Add a version of a page that several flow runs show, or update the newest one.
+
+    The newest hundred versions stay: Prefect's server by default deletes none of them, and its database would fill up. A new
+    version costs one more request, and in the long run another to delete an old one.
 
     Args:
         client: A client of Prefect's API.
@@ -45,6 +50,7 @@ def add_version(
             return
     made = ArtifactCreate(key=key, type="markdown", description=description, data=page, flow_run_id=flow_run_id)
     client.create_artifact(made)
+    _delete_old_versions(client, key)
 
 
 class LiveArtifact:
@@ -107,6 +113,15 @@ def artifact_key(run: str, path: str) -> str:
     """
     plain = _NOT_IN_KEYS.sub("-", run.lower()).strip("-") or "run"
     return f"{plain}-{sha256(canonical(path).encode()).hexdigest()[:6]}"
+
+
+def _delete_old_versions(client: SyncPrefectClient, key: str) -> None:
+    """Delete up to two versions of a page that are not among the newest hundred, since one has been added."""
+    wanted = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+    newest_first = ArtifactSort.CREATED_DESC
+    for artifact in client.read_artifacts(artifact_filter=wanted, sort=newest_first, offset=_MOST_VERSIONS, limit=2):
+        with suppress(ObjectNotFound):  # another flow run has deleted it
+            client.delete_artifact(artifact.id)
 
 
 def _find(client: SyncPrefectClient, key: str, flow_run_id: UUID) -> UUID | None:

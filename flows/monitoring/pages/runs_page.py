@@ -93,8 +93,7 @@ def publish_runs(client: SyncPrefectClient, storage: StorageSpec, flow_run_id: U
         client: A client of Prefect's API.
         storage: The storage.
         flow_run_id: The flow run that refreshes it.
-        in_place: Whether the newest version is updated, if there is one, instead of adding one of this flow run: the versions
-            of a flow that runs each hour would fill the database of Prefect's server, which by default deletes none of them.
+        in_place: Whether the newest version is updated, if there is one, instead of adding one of this flow run.
 
     Raises:
         StorageError: If the storage does not answer.

@@ -6,6 +6,11 @@ from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
+from prefect_torch.flows.monitoring.pages import live_artifact
 from prefect_torch.flows.monitoring.pages.live_artifact import LiveArtifact, add_version, artifact_key
 from prefect_torch.tasks.training.backoff import Backoff
 
@@ -117,6 +122,9 @@ def test_a_page_that_flow_runs_share_gets_no_version_in_place(is_known, in_place
         def create_artifact(self, artifact):
             made.append((artifact.key, artifact.type, artifact.data, artifact.flow_run_id))
 
+        def read_artifacts(self, **_):
+            return []
+
         def update_artifact(self, artifact_id, update):
             updated.append((artifact_id, update.data, update.description))
 
@@ -124,3 +132,22 @@ def test_a_page_that_flow_runs_share_gets_no_version_in_place(is_known, in_place
     add_version(Client(), this, "key", "page", "of it", in_place=in_place)
     assert made == ([] if is_known and in_place else [("key", "markdown", "page", this)])
     assert updated == ([(earlier, "page", "of it")] if is_known and in_place else [])
+
+
+def test_a_page_that_flow_runs_share_keeps_its_newest_versions(prefect_server, monkeypatch):
+    """Those of a training that is scheduled each hour filled the database, with 50 KB each."""
+    monkeypatch.setattr(live_artifact, "_MOST_VERSIONS", 2)
+    key = f"runs-{uuid4()}"
+    wanted = {"artifact_filter": ArtifactFilter(key=ArtifactFilterKey(any_=[key])), "sort": ArtifactSort.CREATED_DESC}
+    with get_client(sync_client=True) as client:
+        client.create_artifact(ArtifactCreate(key=f"{key}-2", type="markdown", data="of another storage"))
+        for number in range(5):
+            add_version(client, None, key, f"page {number}", "of it", in_place=False)
+        assert [it.data for it in client.read_artifacts(**wanted)] == ["page 4", "page 3"]
+        for number in range(5, 8):  # as those of a version that deleted none
+            client.create_artifact(ArtifactCreate(key=key, type="markdown", data=f"page {number}"))
+        for number in range(8, 11):
+            add_version(client, None, key, f"page {number}", "of it", in_place=False)
+        assert [it.data for it in client.read_artifacts(**wanted)] == ["page 10", "page 9"]
+        (other,) = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[f"{key}-2"])))
+    assert other.data == "of another storage"
