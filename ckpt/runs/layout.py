@@ -17,8 +17,9 @@
 <run>/metadata/<id>.json             metadata set after the commit
 <run>/latest.json                    a hint; may be stale or missing without harm
 <run>/metrics/<attempt>-<last>-<count>.jsonl  metric history: `count` records that end with number `last`, written once
-<run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank; the last part is written again while it grows
-<run>/evaluation-logs/<name>/<id>/rank-<rank>.<part>.log  of a rank that evaluated a checkpoint
+<run>/logs/<attempt>/rank-<rank>.<part>.log  lines of a rank, written once
+<run>/logs/<attempt>/rank-<rank>.<part>.<end>-<length>.log  of a part that grows: `length` bytes that end with its byte `end`
+<run>/evaluation-logs/<name>/<id>/rank-<rank>.<part>.log  of a rank that evaluated a checkpoint; they grow likewise
 <run>/code/<digest>.zip              the working directory of its ranks, named by the archive's digest
 <run>/evaluation-code/<name>/<digest>.zip  that of the ranks of an evaluation
 <run>/pins/<id>.<token>.json         a pin; unique per call (version 0.1 wrote <id>.json)
@@ -265,6 +266,11 @@ def outcome_number(key: str) -> int:
 def log_name(rank: int, part: int) -> str:
     """Return the name of a part of a rank's log."""
     return f"rank-{rank}.{part:06d}.log"
+
+
+def log_piece_name(rank: int, part: int, end: int, length: int) -> str:
+    """Return the name of a piece of a part that grows: its last `length` bytes, up to byte `end`."""
+    return f"rank-{rank}.{part:06d}.{end:09d}-{length:09d}.log"
 
 
 def stem(key: str) -> str:

@@ -4,33 +4,29 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from threading import Lock
 
-from prefect_torch.ckpt.runs.layout import log_name
 from prefect_torch.ckpt.runs.manifest import is_id
 from prefect_torch.ckpt.runs.run import Run
 from prefect_torch.ckpt.storage.keys import is_key
-from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each
+from prefect_torch.ckpt.storage.parallel import AT_ONCE, for_each, read_all
 from prefect_torch.ckpt.storage.synced.first_download import upload_waiting
 from prefect_torch.ckpt.text import utc_now
+
+from .parts.log_pieces import GrowingPart, list_parts, read_part
+from .parts.merging import Merging
 
 _PART_BYTES = 1 << 20
 _MOST_UNSTORED_PARTS = 64  # a storage that fails for long must not fill the memory
 _logger = logging.getLogger(__name__)
-_NAME = re.compile(r"rank-(?P<rank>[0-9]+)(\.(?P<part>[0-9]+))?\.log")
-
-
-@dataclass(slots=True)
-class _Part:
-    number: int = 0
-    text: bytearray = field(default_factory=bytearray)
+_PART = re.compile(r"rank-(?P<rank>[0-9]+)(\.(?P<number>[0-9]+))?")
 
 
 class LogFiles:
     """The log files of the ranks of one attempt or evaluation, in parts of 1 MiB, since most storages cannot append.
 
-    The newest part of a rank is written again while it grows. Lines may be appended from any thread.
+    The newest part of a rank is stored in pieces while it grows, and whole once it is full, or at the end. No object is stored
+    again, so a log costs the storage a few times its bytes, however slowly it grows. Lines may be appended from any thread.
 
     Args:
         run: The run.
@@ -44,8 +40,9 @@ class LogFiles:
     def __init__(self, run: Run, folder: str) -> None:
         self.num_lost = 0
         self._run, self._folder = run, folder
-        self._newest: dict[int, _Part] = {}
-        self._unstored: dict[str, bytearray] = {}
+        self._newest: dict[int, GrowingPart] = {}
+        self._unstored: dict[str, GrowingPart] = {}
+        self._merging = Merging(run.storage, f"the logs of run {run.name!r}")
         self._changing = Lock()
 
     def remove_former(self) -> None:
@@ -64,17 +61,21 @@ class LogFiles:
         now = utc_now()
         text = "".join(f"{now} {line}\n" for line in lines).encode(errors="backslashreplace")
         with self._changing:
-            part = self._newest.setdefault(rank, _Part())
+            part = self._newest.setdefault(rank, GrowingPart(rank))
             if part.text and len(part.text) + len(text) > _PART_BYTES:
-                part = self._newest[rank] = _Part(part.number + 1)
+                self._fill(part)
+                part = self._newest[rank] = GrowingPart(rank, part.number + 1)
             part.text += text
-            self._unstored[self._folder + log_name(rank, part.number)] = part.text
+            self._unstored[part.name] = part
             while len(self._unstored) > len(self._newest) + _MOST_UNSTORED_PARTS:
                 del self._unstored[next(iter(self._unstored))]
                 self.num_lost += 1
 
     def close(self) -> None:
         """Store what was appended since the last time, also at the target of a synced directory; raises as `flush`."""
+        with self._changing:
+            for part in self._newest.values():
+                self._fill(part)
         self.flush()
         upload_waiting(self._run.spec)
 
@@ -87,19 +88,26 @@ class LogFiles:
 
         """
         with self._changing:
-            unstored = tuple(self._unstored)
+            unstored = tuple(self._unstored.values())
         for_each(unstored, self._store, AT_ONCE)
+        self._merging.delete_replaced()
 
-    def _store(self, key: str) -> None:
+    def _fill(self, part: GrowingPart) -> None:
+        part.is_full = True
+        self._unstored[part.name] = part
+
+    def _store(self, part: GrowingPart) -> None:
         with self._changing:
-            text = self._unstored.get(key)
-            stored = None if text is None else bytes(text)
-        if stored is None:
-            return
-        self._run.storage.put_bytes(key, stored)
+            text, is_full = bytes(part.text), part.is_full
+        piece = part.following(self._folder, len(text), is_whole=is_full)
+        if replaced := part.replaced_by(piece):
+            self._merging.replace(replaced, piece.key, text[piece.begin :])
+        else:
+            self._run.storage.put_bytes(piece.key, text[piece.begin :])
+        part.add(piece)
         with self._changing:
-            if len(self._unstored.get(key, b"")) == len(stored):
-                del self._unstored[key]
+            if len(part.text) == len(text) and part.is_full == is_full:
+                self._unstored.pop(part.name, None)
 
 
 def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[str, str]]:
@@ -111,13 +119,13 @@ def read_logs(run: Run, folder: str, rank: int | None = None) -> Iterator[tuple[
         rank: Only the lines of this rank.
 
     """
-    names = [key.removeprefix(folder) for key in run.keys(folder)]
-    for name in sorted(names, key=_order):
-        file = name.partition(".")[0]
-        if rank is None or file == f"rank-{rank}":
-            text = run.storage.get_bytes(folder + name).decode(errors="replace")
-            for line in text.removesuffix("\n").split("\n") if text else ():  # not splitlines, which knows other ends, too
-                yield file, line
+    parts = list_parts(run, folder)
+    wanted = sorted((it for it in parts if rank is None or _file(it) == f"rank-{rank}"), key=_order)
+    for first in range(0, len(wanted), AT_ONCE):
+        some = wanted[first : first + AT_ONCE]
+        for part, text in zip(some, read_all(some, lambda it: read_part(run, folder, it, parts[it])), strict=True):
+            lines = text.decode(errors="replace").removesuffix("\n").split("\n")  # not splitlines, which knows other ends, too
+            yield from ((_file(part), line) for line in lines if text)
 
 
 def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
@@ -139,7 +147,11 @@ def delete_evaluation_logs(run: Run, is_deleted: Callable[[str], bool]) -> None:
         run.storage.delete(left)
 
 
-def _order(name: str) -> tuple[bool, int, int, str]:
+def _file(part: str) -> str:
+    return part.partition(".")[0]
+
+
+def _order(part: str) -> tuple[bool, int, int, str]:
     """Return a key that sorts ranks by number, and files of others, such as a launcher's, after them."""
-    match = _NAME.fullmatch(name)
-    return (True, 0, 0, name) if match is None else (False, int(match["rank"]), int(match["part"] or 0), name)
+    match = _PART.fullmatch(part)
+    return (True, 0, 0, part) if match is None else (False, int(match["rank"]), int(match["number"] or 0), part)

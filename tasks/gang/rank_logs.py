@@ -114,7 +114,7 @@ def _store(files: LogFiles, ended: threading.Event) -> None:
         try:
             (files.close if is_last else files.flush)()
         except (StorageError, OSError, RuntimeError) as exc:  # the last: no thread is left for the moment
-            if is_last or not (is_refusal(exc) and was_refused):  # it is refused for weeks where nothing may be replaced
+            if is_last or not (is_refusal(exc) and was_refused):  # it is refused for weeks where nothing may be stored
                 again = "" if is_last else ", and are tried again"
                 get_run_logger().warning("lines of ranks could not be stored beside the run%s: %s", again, exc)
             was_refused = is_refusal(exc)

@@ -353,7 +353,7 @@ def log_of(store, checkpoint_id: str, name: str = "eval") -> str:
     """Store a log of an evaluation as its flow does, and return its key."""
     files = LogFiles(store, store.layout.evaluation_logs(name, checkpoint_id))
     files.append(0, ["a line"])
-    files.flush()
+    files.close()
     return store.layout.evaluation_logs(name, checkpoint_id) + log_name(0, 0)
 
 

@@ -74,7 +74,7 @@ def test_lines_that_prefect_drops_for_its_level_are_stored(logged, caplog, lowes
 
 
 def test_lines_that_a_storage_refuses_each_time_cost_one_warning_and_one_at_the_end(logged, monkeypatch):
-    """As where no object may be replaced, and so no file that grows; each refusal names its request, or how long it took."""
+    """As where the log may not be stored; each refusal names its request, or how long it took."""
     monkeypatch.setattr(rank_logs, "_FLUSH_S", 0.0)
     flushed, enough = [], threading.Event()
 
