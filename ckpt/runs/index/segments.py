@@ -9,8 +9,8 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, islice
 from typing import Any
@@ -29,6 +29,7 @@ from prefect_torch.ckpt.storage.records import FORMAT_VERSION, is_newer, parse, 
 
 FEW = 64  # manifests that are read one by one; as many are worth a segment
 LARGEST = FEW * 256  # entries of a segment
+MOST_BYTES = 8 * 2**20  # after which a segment ends: the leader holds sixteen to merge them, with each file of each manifest
 _CHECKED = 256  # rows that are checked together: an unusual one makes the check of all slow
 _NAME = re.compile(r"(?P<count>[0-9]{6})-(?P<token>[0-9a-f]{8})\.json")
 _WHAT = "a segment of the index"
@@ -44,11 +45,13 @@ class Segment:
     Attributes:
         key: Its key.
         count: The number of its entries.
+        bytes: Its size.
 
     """
 
     key: str
     count: int
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ class Entry:
 
 def list_segments(storage: Storage, layout: Layout) -> list[Segment]:
     """Return the segments of a run's index, sorted by key; one request."""
-    keys = sorted({info.key for info in storage.list(layout.index)})
-    names = [(key, _NAME.fullmatch(key.removeprefix(layout.index))) for key in keys]
-    return [Segment(key, int(name["count"])) for key, name in names if name is not None]
+    sizes = {info.key: info.bytes for info in storage.list(layout.index)}
+    names = [(key, _NAME.fullmatch(key.removeprefix(layout.index))) for key in sorted(sizes)]
+    return [Segment(key, int(name["count"]), sizes[key]) for key, name in names if name is not None]
 
 
 def read_segment(storage: Storage, segment: Segment) -> list[Entry] | None:
@@ -97,22 +100,30 @@ def _parsed(storage: Storage, segment: Segment, data: bytes | None) -> list[Entr
 
 
 def write_segments(storage: Storage, layout: Layout, entries: Iterable[Entry]) -> None:
-    """Store entries as new segments, of which each is written once."""
+    """Store entries as new segments, of which each is written once, and encoded by itself."""
     ordered = sorted(entries, key=lambda it: it.manifest.id)
-    for first in range(0, len(ordered), LARGEST):
-        part = ordered[first : first + LARGEST]
-        storage.put_bytes(layout.index_segment(len(part), secrets.token_hex(4)), _encode(part))
+    for rows in _divide(_encode(_row(entry)) for entry in ordered):
+        storage.put_bytes(layout.index_segment(len(rows), secrets.token_hex(4)), _seal(rows))
 
 
-def _encode(entries: Iterable[Entry]) -> bytes:
+def _divide(rows: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Yield the rows of each segment; one ends with the row with which it is full."""
+    part, size = list[bytes](), 0
+    for row in rows:
+        part.append(row)
+        size += len(row)
+        if len(part) == LARGEST or size >= MOST_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _seal(rows: Sequence[bytes]) -> bytes:
     """Return a segment: a line with its format and the digest of the rest, and then a row for each manifest."""
-    return _seal([_row(it) for it in entries])
-
-
-def _seal(rows: Sequence[Sequence[Any]]) -> bytes:
-    dumped = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
-    head = {"format": FORMAT_VERSION, "digest": xxhash.xxh3_128_hexdigest(dumped)}
-    return b"%b\n%b" % (json.dumps(head).encode(), dumped)
+    joined = b"[%b]" % b",".join(rows)
+    head = {"format": FORMAT_VERSION, "digest": xxhash.xxh3_128_hexdigest(joined)}
+    return b"%b\n%b" % (json.dumps(head).encode(), joined)
 
 
 def _decode(data: bytes, where: str) -> list[Entry]:
@@ -130,9 +141,15 @@ def _decode(data: bytes, where: str) -> list[Entry]:
         raise MalformedRecordError(f"{where} is not {_WHAT}: {exc}") from exc
 
 
+def _encode(row: Sequence[Any]) -> bytes:
+    return json.dumps(row, separators=(",", ":"), allow_nan=False).encode()
+
+
 def _row(entry: Entry) -> list[Any]:
-    fields = {**asdict(entry.manifest), "metrics": entry.manifest.reported, "created_at": entry.manifest.created_at.isoformat()}
-    fields["files"] = [[getattr(file, name) for name in _FILE_FIELDS] for file in entry.manifest.files]
+    manifest = entry.manifest
+    fields = {name: getattr(manifest, name) for name in _FIELDS}
+    fields |= {"metrics": manifest.reported, "created_at": manifest.created_at.isoformat()}
+    fields["files"] = [[getattr(file, name) for name in _FILE_FIELDS] for file in manifest.files]
     values = to_json([fields[name] for name in _FIELDS])
     assert isinstance(values, list)
     return [entry.bytes, *values]

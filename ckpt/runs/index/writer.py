@@ -1,17 +1,20 @@
 """Writes the index of a run's manifests, in the process that leads the run."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from prefect_torch.ckpt.errors import CheckpointCorruptError, CheckpointNotFoundError, UnsupportedFormatError
 from prefect_torch.ckpt.runs.evaluations import ListedCheckpoint
 from prefect_torch.ckpt.runs.manifest import Manifest
 from prefect_torch.ckpt.runs.run import Run
-from prefect_torch.ckpt.storage.parallel import read_all
+from prefect_torch.ckpt.storage.parallel import for_each, read_all
 
-from .segments import FEW, LARGEST, Entry, list_segments, read_segment, write_segments
+from .segments import FEW, LARGEST, MOST_BYTES, Entry, Segment, list_segments, read_segment, write_segments
 
 _MERGED = 16  # segments of one size that become one of the next
 _AT_ONCE = 4096  # manifests that one call reads, so that it ends within seconds
+_MOST_READ = 64 * 2**20  # bytes of these manifests, which it holds
+_SEGMENTS_AT_ONCE = 4  # that are held to be compared
 
 
 class IndexWriter:
@@ -50,8 +53,8 @@ class IndexWriter:
         listed = self._run.listed(since=self._oldest)
         if len(listed) < FEW:
             return
-        self._store(listed[:_AT_ONCE])
-        self._oldest = None if len(listed) <= _AT_ONCE else listed[_AT_ONCE].id
+        num_stored = self._store_some(listed)
+        self._oldest = None if len(listed) == num_stored else listed[num_stored].id
         self._merge()
 
     def repair(self, listed: Sequence[ListedCheckpoint]) -> bool:
@@ -67,33 +70,41 @@ class IndexWriter:
         if self._indexed is None:
             self._indexed = self._compare(listed)
         missing = [it for it in listed if it.id not in self._indexed and it.bytes is not None]
-        if len(missing) >= FEW:
-            self._store(missing[:_AT_ONCE])
-            self._indexed.update(it.id for it in missing[:_AT_ONCE])
+        num_stored = self._store_some(missing) if len(missing) >= FEW else 0
+        self._indexed.update(it.id for it in missing[:num_stored])
         self._run.storage.delete(self._useless)
         self._useless = []
-        return len(missing) > _AT_ONCE
+        return len(missing) - num_stored >= FEW
 
     def _compare(self, listed: Sequence[ListedCheckpoint]) -> set[str]:
         """Return the ids that are indexed, and note the segments of which most checkpoints are gone, or in a larger one."""
         sizes = {it.id: it.bytes for it in listed}
         indexed: set[str] = set()
         segments = list_segments(self._run.storage, self._run.layout)
-        contents = zip(segments, read_all(segments, lambda it: read_segment(self._run.storage, it)), strict=True)
+        contents = zip(segments, for_each(segments, self._read_sizes, _SEGMENTS_AT_ONCE), strict=True)
         for segment, found in sorted(contents, key=lambda it: -it[0].count):
             if found is None:
                 continue
-            alive = {it.manifest.id for it in found if sizes.get(it.manifest.id) == it.bytes} - indexed
+            alive = {checkpoint_id for checkpoint_id, size in found if sizes.get(checkpoint_id) == size} - indexed
             if len(alive) * 2 > len(found):
                 indexed |= alive
             else:
                 self._useless.append(segment.key)
         return indexed
 
-    def _store(self, listed: Sequence[ListedCheckpoint]) -> None:
-        read = zip(listed, read_all(listed, self._committed), strict=True)
+    def _read_sizes(self, segment: Segment) -> list[tuple[str, int]] | None:
+        """Return the ids in a segment, and the sizes of their manifests; None if it is gone, or of a newer version."""
+        found = read_segment(self._run.storage, segment)
+        return None if found is None else [(it.manifest.id, it.bytes) for it in found]
+
+    def _store_some(self, listed: Sequence[ListedCheckpoint]) -> int:
+        """Index the first of `listed`, and return their number."""
+        sizes = accumulate(it.bytes or 0 for it in listed[: _AT_ONCE - 1])
+        some = listed[: 1 + sum(size < _MOST_READ for size in sizes)]
+        read = zip(some, read_all(some, self._committed), strict=True)
         entries = [Entry(manifest, it.bytes) for it, manifest in read if manifest is not None and it.bytes is not None]
         write_segments(self._run.storage, self._run.layout, entries)
+        return len(some)
 
     def _committed(self, listed: ListedCheckpoint) -> Manifest | None:
         """Return the manifest without attached metrics; None if it is gone or cannot be read."""
@@ -103,9 +114,9 @@ class IndexWriter:
             return None
 
     def _merge(self) -> None:
-        """Replace sixteen segments of about one size by one of the next."""
+        """Replace sixteen segments of about one size by one of the next, or by a few large ones."""
         storage, layout = self._run.storage, self._run.layout
-        segments = list_segments(storage, layout)
+        segments = [it for it in list_segments(storage, layout) if it.bytes < MOST_BYTES // 2]
         for least, most in ((0, FEW * _MERGED), (FEW * _MERGED, LARGEST)):
             alike = [it for it in segments if least <= it.count < most]
             if len(alike) < _MERGED:

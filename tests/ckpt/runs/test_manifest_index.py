@@ -17,9 +17,10 @@ from prefect_torch.ckpt.runs.index import writer as writer_module
 from prefect_torch.ckpt.runs.index.reading import read_manifests
 from prefect_torch.ckpt.runs.index.segments import FEW, list_segments, read_index, read_segment
 from prefect_torch.ckpt.runs.index.writer import IndexWriter
-from prefect_torch.ckpt.runs.manifest import ManifestMemory, new_id
+from prefect_torch.ckpt.runs.manifest import FileEntry, ManifestMemory, new_id
 from prefect_torch.flows import Result
 from prunes import prune_as_leader
+from wrapped_storage import WrappedStorage
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_a_row_of_another_type_is_no_manifest(store, manifests, place, value, ca
     key = only_segment(store)
     rows = json.loads(store.storage.get_bytes(key).partition(b"\n")[2])
     rows[0][place] = value
-    store.storage.put_bytes(key, segments_module._seal(rows))
+    store.storage.put_bytes(key, segments_module._seal([json.dumps(row).encode() for row in rows]))
     assert store.list() == manifests
     assert "left out" in caplog.text
 
@@ -229,6 +230,49 @@ def test_an_index_is_rebuilt_some_thousands_at_a_time(store, manifests, monkeypa
     assert [writer.repair(store.listed()) for _ in range(4)] == [True, True, False, False]
     assert store.list() == manifests
     assert len(read_index(store.storage, store.layout)) == len(manifests)
+
+
+def test_a_call_reads_no_more_bytes_of_manifests_than_it_may_hold(store, manifests, monkeypatch):
+    monkeypatch.setattr(writer_module, "_MOST_READ", sum(it.bytes for it in store.listed()[:70]))
+    assert IndexWriter(store).repair(store.listed())
+    assert [it.count for it in segments(store)] == [70]
+    repair(store)
+    assert len(manifests) - len(read_index(store.storage, store.layout)) < FEW
+    assert store.list() == manifests
+
+
+class Weighing(WrappedStorage):
+    """Weighs what is stored of the index."""
+
+    weights = ()
+
+    def _do(self, verb, *args, **kwargs):
+        if verb == "put_bytes" and "/index/" in args[0]:
+            self.weights = (*self.weights, len(args[1]))
+        return super()._do(verb, *args, **kwargs)
+
+
+def test_segments_of_manifests_with_very_many_files_stay_small_and_are_stored_few_times(monkeypatch):
+    """Those of 512 ranks came to 590 MB in one object, and to a multiple of that in the leader's memory."""
+    most = 40_000
+    monkeypatch.setattr(writer_module, "FEW", 4)
+    for module in (segments_module, writer_module):
+        monkeypatch.setattr(module, "MOST_BYTES", most)
+    storage = Weighing(MemoryStorage())
+    store = CheckpointStore.open(storage, "run")
+    files = tuple(FileEntry(f"state/rank-{rank:04}.data", 10**9, f"{rank:032x}", rank) for rank in range(16))
+    writer = IndexWriter(store)
+    for step in range(4 * 16 * 5):
+        manifest = replace(commit(store, step), files=files)
+        store.storage.put_bytes(store.layout.manifest(manifest.id), manifest.encode())
+        if writer.add(manifest.id):
+            writer.write()
+    indexed = [it.manifest.files for it in read_index(store.storage, store.layout).values()]
+    assert indexed == [it.files for it in store.list()] == [files] * (4 * 16 * 5)
+    total = sum(it.bytes for it in segments(store))
+    assert max(storage.weights) <= most + 2000, "and a row"
+    assert len(segments(store)) <= 2 * total / most + 16
+    assert sum(storage.weights) <= 3 * total
 
 
 @pytest.mark.parametrize("work", ["repair", "write"])
