@@ -1,8 +1,8 @@
-"""Retention during a training: one prune at a time, as often as pages are published."""
+"""Retention during a training: one prune at a time, as often as pages are published, and ever less often in months."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect.context import TagsContext
@@ -23,13 +23,15 @@ from .observers import CheckpointsPruned, Observers
 
 _LASTING = frozenset({"every", "pinned"})  # a checkpoint that is unpinned meanwhile is deleted in the next attempt
 _GARBAGE_EVERY_S = 600.0  # a search lists all files of all checkpoints
+_LONGEST_PAUSE_S = 600.0  # Prefect keeps each task run in its database, and an object of it in the flow's process
 _LARGE_BYTES = 1 << 30  # once so much was committed, a prune is due without a pause
 
 
 class RetentionSchedule:
     """Submits prunes after commits; at most one runs at a time, and one always runs after the last commit.
 
-    Each prune is a task run, so there is a pause between two of them, unless 1 GiB was committed since the last one.
+    Each prune is a task run, so there is a pause between two of them, unless 1 GiB was committed since the last one. It is half
+    a minute in the first hours, and grows to ten minutes in the second day.
 
     Remembers only the checkpoints that the policy may yet delete, so that a decision costs the same after a million commits as
     after a hundred. A prune itself decides by the checkpoints in storage.
@@ -41,7 +43,7 @@ class RetentionSchedule:
         restored: The id of the checkpoint that the ranks restore, which must be kept; or None.
         observers: They are notified of what was pruned.
         memory: The manifests that were read before; prunes read only others.
-        backoff: Bounds how often a prune is submitted.
+        clock: Returns the time in seconds, for the pauses.
         has_leftovers: Whether the attempt before was killed or has failed, so that it may have left data without a manifest:
             they are looked for at the beginning and at the end, even if the policy keeps all checkpoints.
 
@@ -55,7 +57,7 @@ class RetentionSchedule:
         restored: str | None,
         observers: Observers,
         memory: ManifestMemory,
-        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
         *,
         has_leftovers: bool = False,
     ) -> None:
@@ -66,7 +68,7 @@ class RetentionSchedule:
         self._candidates: list[Committed] = list(known)
         self._in_use: tuple[str, ...] = () if restored is None else (restored,)
         self._memory = memory
-        self._backoff = backoff or Backoff()
+        self._backoff = Backoff(clock, longest_s=_LONGEST_PAUSE_S)
         self._bytes_since_prune = 0
         self._garbage_due_s = time.monotonic()
         self._has_leftovers = self._is_search_owed = has_leftovers

@@ -12,7 +12,6 @@ from prefect_torch.ckpt.reporting.events import CommitEvent
 from prefect_torch.ckpt.runs.manifest import ManifestMemory
 from prefect_torch.tasks.prune_task import REFUSED, _kept
 from prefect_torch.tasks.training import retention_schedule
-from prefect_torch.tasks.training.backoff import Backoff
 from prefect_torch.tasks.training.retention_schedule import RetentionSchedule
 
 NEWEST = RetentionPolicy(1)
@@ -63,9 +62,7 @@ class Clock:
 def schedule(memory, policy=NEWEST, tick_s=60.0, *, restored=None, has_leftovers=False):
     job = SimpleNamespace(store=SimpleNamespace(storage="store"), run="run", policy=policy)
     observers = SimpleNamespace(notify=lambda event: None)
-    return RetentionSchedule(
-        job, "a claim", [], restored, observers, memory, Backoff(Clock(tick_s)), has_leftovers=has_leftovers
-    )
+    return RetentionSchedule(job, "a claim", [], restored, observers, memory, Clock(tick_s), has_leftovers=has_leftovers)
 
 
 def commit(retention, step, num_bytes=1):
@@ -151,6 +148,15 @@ def test_however_often_a_training_commits_it_prunes_as_seldom_as_pages_are_publi
     for step in range(1000):
         commit(retention, step)
     assert 14 <= len(prunes.asked) <= 17
+
+
+def test_a_training_of_months_prunes_some_thousand_times(prunes):
+    """Each is a task run for good, of which Prefect also keeps an object in the leader until the flow ends."""
+    retention = schedule(ManifestMemory(), tick_s=60.0)  # a look at the clock for each commit, one a minute
+    for step in range(30 * 24 * 60):
+        commit(retention, step)
+        prunes.dropped = tuple(retention._candidates[:-1])
+    assert 4_000 < len(prunes.asked) < 6_000
 
 
 def test_no_pause_delays_the_deletion_of_a_gibibyte(prunes):
