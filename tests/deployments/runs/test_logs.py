@@ -4,8 +4,9 @@ from datetime import datetime, timezone
 from uuid import uuid4
 
 from prefect import flow, get_run_logger, task
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import LogCreate
+from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_servers import rows, wait_until
 from stored_runs import store_run
@@ -110,6 +111,52 @@ def test_the_lines_of_a_flow_run_and_its_ranks_come_from_the_api(local, command,
     assert command("logs", local, "run", "--rank", "4")[1].splitlines()[-1] == node
     code, _, err = command("logs", local, "run", "--rank", "5")
     assert (code, err) == (1, f"Prefect has no log lines of rank 5 in flow run {flow_run_id}\n")
+
+
+def test_a_log_costs_a_request_per_page_of_lines_and_one_for_the_names_in_it(
+    local, command, tmp_path, prefect_server, monkeypatch
+):
+    """A training of months has a task run for each of its thousands of prunes; 450 lines of one time fill three pages."""
+    asked, read_task_runs, read_logs = [], SyncPrefectClient.read_task_runs, SyncPrefectClient.read_logs
+
+    @task(task_run_name="{name}")
+    def work(name):
+        from prefect.context import TaskRunContext  # noqa: PLC0415
+
+        return TaskRunContext.get().task_run.id
+
+    @flow
+    def training():
+        from prefect.context import FlowRunContext  # noqa: PLC0415
+
+        return FlowRunContext.get().flow_run.id, work("rank-0"), [work(f"prune-{number}") for number in range(3)]
+
+    with disable_run_logger():
+        flow_run_id, rank, prunes = training()
+    store_run(local, tmp_path / "scratch", flow_run_id=str(flow_run_id))
+    ours = {"id": {"any_": [str(flow_run_id)]}}
+    wait_until(lambda: len(rows(prefect_server.api, "task_runs", flow_runs=ours)) == 1 + len(prunes), "task runs are stored")
+    lines = [f"line {number}" for number in range(700)]
+    times = [datetime(2030, 1, 1, 1, 0, min(number // 100, 2), tzinfo=timezone.utc) for number in range(len(lines))]
+    with get_client(sync_client=True) as client:
+        client.create_logs([
+            LogCreate(name="x", level=20, message=message, timestamp=at, flow_run_id=flow_run_id, task_run_id=rank)
+            for message, at in zip(lines, times, strict=True)
+        ])  # fmt: skip
+    monkeypatch.setattr(
+        SyncPrefectClient, "read_logs", lambda *args, **kwargs: (asked.append(None), read_logs(*args, **kwargs))[1]
+    )
+
+    def read_names(*args, task_run_filter, **kwargs):
+        asked.append(task_run_filter.id.any_)
+        return read_task_runs(*args, task_run_filter=task_run_filter, **kwargs)
+
+    monkeypatch.setattr(SyncPrefectClient, "read_task_runs", read_names)
+    printed = command("logs", local, "run")[1].splitlines()
+    ours = [line.partition("rank-0: ")[2] for line in printed if line.startswith("2030")]
+    assert sorted(ours) == sorted(lines)
+    assert asked.count([rank]) == 1
+    assert len(asked) <= 7
 
 
 def test_an_unknown_flow_run_is_one_sentence(local, command, tmp_path, prefect_server):
