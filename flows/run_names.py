@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.runtime import flow_run
 from prefect_torch.ckpt.runs.layout import check_run_name
-from prefect_torch.flows.monitoring.restarted import first_name_of, restarted_before
+from prefect_torch.flows.monitoring.restarted import first_known, first_name_of, restarted_before
 from prefect_torch.tasks.prefect_api.flow_run import has_own_process
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -50,9 +50,9 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
     subflow is made from the outermost flow run and from each call on the way to the subflow: the flow and the number of the
     call; of a flow run in a process of its own, the deployment, or the function that is bound to a work pool, and the
     parameters, since nobody here knows which of several concurrent calls has which number in another try. Where a task that no
-    flow calls is outermost, it is made from the task run. Of a chain of restarts, it is made from the first flow run. New names
-    of flow runs change nothing, nor do edits of code, except of a bound function. Costs two requests for each flow above, one
-    for each restart, and one to record the outermost flow run's name.
+    flow calls is outermost, it is made from the task run. For the last flow run of a chain of restarts stands the first: it
+    alone has a parent. New names of flow runs change nothing, nor do edits of code, except of a bound function. Costs two
+    requests for each flow above, one for each restart, and one to record the outermost flow run's name.
 
     Args:
         client: A client of the API that has the flow runs above.
@@ -61,23 +61,22 @@ def name_run(client: SyncPrefectClient, flow_run: FlowRun, numbered: Sequence[Nu
 
     """
     numbers = {call.flow_run_id: call for call in numbered}
-    root, calls, codes = flow_run, list[str](), list[str]()
-    while root.parent_task_run_id is not None:
+    outermost, calls, codes = flow_run, list[str](), list[str]()
+    while (root := first_known(client, outermost)).parent_task_run_id is not None:
         call = client.read_task_run(root.parent_task_run_id)
         if call.flow_run_id is None:
             break
         calls.append(_call_of(root, call, numbers.get(call.flow_run_id)))
         codes.append(call.task_key)
-        root = client.read_flow_run(call.flow_run_id)
+        outermost = client.read_flow_run(call.flow_run_id)
     if (in_task := numbers.get(None)) is not None:  # each try of the task calls another flow run
         first_id, first_name = f"{root.flow_id}/{in_task.key}", in_task.task_name
     else:
-        first_id = [str(root.id), *restarted_before(client, root)][-1]
-        first_name = first_name_of(client, root)
+        first_id, first_name = [str(root.id), *restarted_before(client, root)][-1], first_name_of(client, root)
         if not calls:
             return default_run_name(first_name, first_id)
     # Prefect numbers the calls of each code, and two flows may have one name. The code itself changes from try to try.
-    known = _codes.setdefault((root.id, root.run_count, *calls), [])
+    known = _codes.setdefault((outermost.id, outermost.run_count, *calls), [])
     if codes not in known:
         known.append(codes)
     return _name(first_name, digest_of([first_id, *calls, *["another"] * known.index(codes)]))

@@ -60,6 +60,14 @@ def restarted_before(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str,
     return tuple(found)
 
 
+def first_known(client: SyncPrefectClient, flow_run: FlowRun) -> FlowRun:
+    """Return the first flow run that Prefect knows of the chain of restarts that `flow_run` ends; costs a request for each."""
+    with suppress(ObjectNotFound):
+        while (restart := Restart.of(flow_run)) is not None:
+            flow_run = client.read_flow_run(restart.flow_run_id)
+    return flow_run
+
+
 @dataclass(frozen=True, slots=True)
 class CallTry:
     """One try of a call in a flow, of which Prefect makes another subflow run each time that the flow is retried.

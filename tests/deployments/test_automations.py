@@ -310,6 +310,20 @@ def test_a_subflow_run_of_a_deployment_outlives_the_flow_that_waits_for_it(clien
     assert client.read_flow_run(elsewhere.id).state.is_running()
 
 
+def test_the_restart_of_a_flow_run_that_a_flow_started_goes_on_with_the_trainings_that_it_calls(client):
+    """Nothing above the restart is known to Prefect, unlike above the flow run that crashed."""
+    deployment_id = client.create_deployment(client.create_flow(research), "below", entrypoint="research.py:research")
+    outer = client.create_flow_run_from_deployment(deployment_id)
+    call = client.create_task_run(judge_once, outer.id, "0", state=Running())
+    first = client.create_flow_run_from_deployment(deployment_id, parent_task_run_id=call.id)
+    client.set_flow_run_state(first.id, Crashed(), force=True)
+    second = resumed(client, first)
+    client.set_flow_run_state(second.id, Crashed(), force=True)
+    third = resumed(client, second)
+    names = [name_run(client, begin_below(client, it, "train", train)) for it in (first, second, third)]
+    assert names == [names[0]] * 3
+
+
 def test_a_subflow_run_in_a_work_pool_outlives_the_flow_that_called_it(client, trained):
     """Prefect's infrastructure decorators bind a flow to a work pool: its run there has a container and no deployment."""
     deployment_id = client.create_deployment(client.create_flow(research), "bound", entrypoint="research.py:research")
