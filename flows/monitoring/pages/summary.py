@@ -18,6 +18,7 @@ from .goodput import TimeSpent, time_spent
 from .head import write_head
 from .run_view import MAX_LINKED_ATTEMPTS, RunView
 from .setup import Setup, restart_line, write_setup, write_use
+from .stored_checkpoints import StoredCheckpoint
 
 _MAX_ATTEMPTS = 20
 _MAX_LINKED_RANKS = 16
@@ -107,9 +108,9 @@ def _error_lines(error: str) -> Iterator[str]:
 
 
 def _safe_work(run: str, view: RunView) -> str:
-    if not view.checkpoints.held:
+    if not (own := _own_checkpoints(view)):
         return "Nothing was committed yet."
-    newest = view.checkpoints.held[-1]
+    newest = own[-1]
     return f"Work is safe up to step {newest.step} (`{newest.id}`), where the next training named `{run}` continues."
 
 
@@ -140,12 +141,16 @@ def _metrics(view: RunView, first: str | None, order: Order) -> Iterator[str]:
 
 def _best_evaluated(view: RunView, first: str | None, order: Order) -> dict[str, Point]:
     """Return the step and the value of the attempts' best checkpoint, by the name of the score: an evaluation attached it."""
-    own = {log.number for log in view.logs}
-    held = [it for it in view.checkpoints.held if attempt_of(it.id) in own]
-    for checkpoint in sort_by_score(held, first, order)[:1]:
+    for checkpoint in sort_by_score(_own_checkpoints(view), first, order)[:1]:
         if first is not None and (value := find_finite_score(checkpoint.metrics, first)) is not None:
             return {first: (checkpoint.step, value)}
     return {}
+
+
+def _own_checkpoints(view: RunView) -> list[StoredCheckpoint]:
+    """Return the held checkpoints since the last fresh start, oldest first."""
+    since = 1 if view.newest is None else view.newest.attempt.lineage
+    return [it for it in view.checkpoints.held if attempt_of(it.id) >= since]
 
 
 def _reading_aid(curves: list[Curve], *, later: bool) -> Iterator[str]:

@@ -331,6 +331,9 @@ def test_a_fresh_start_is_shown_by_itself_whatever_was_trained_before(store, tmp
     assert [curve.kept(resume_points(view.logs)) for curve in view.curves.sorted(None)] == [[(0, 0.5)]]
     assert [it.id for it in view.checkpoints.held] == [it.id for it in store.list()]
     assert "Best:" not in page_of(view, replace(CONTEXT, first_metric="eval/error"))
+    view.record(RanksStarted(tonight.number, {0: UUID(int=1)}), BEGUN_S)
+    view.record(AttemptEnded(Outcome(tonight.number, "failed", "tonight", "user", "ValueError: x")), BEGUN_S)
+    assert "```\n\nNothing was committed yet.\n" in page_of(view)
     assert [it.owner.flow_run_id for it in view.lost_before] == [f"night-{num_nights}"]
 
 
