@@ -256,11 +256,11 @@ class Checkpoint:
         by a new one if its stored values differ from those loaded into that memory. Into a parameter with several names, equal
         values must be stored under all of them.
 
-        The tensors of an object with `load_state_dict`, other than modules and optimizers, are read into those of its
+        The tensors of an object with `load_state_dict`, other than modules and torch's optimizers, are read into those of its
         `state_dict()`, as by torch.distributed.checkpoint; then `load_state_dict` is called. If it returns tensors of another
         object, such as a model's parameters before the first update of their average, load both in one call. Of an object that
         can be iterated over, but has no items by index or key, such as a data loader, `state_dict()` is not called, since it
-        may begin an iteration.
+        may begin an iteration; of an optimizer it always is.
 
         On GPUs it waits for the work that this thread has queued on the current streams; these must wait for work on other
         streams before the call. Afterwards every stream sees the values. A tensor below a name for which `state` holds none,

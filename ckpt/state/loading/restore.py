@@ -113,9 +113,7 @@ class _Restore:
     def _restore_object(self, target: Any, node: Node, path: Path) -> None:
         plan = self._plan
         if is_stateful(target):
-            # A loader's state_dict() would begin an iteration: torchdata's start workers, and one would not begin another.
-            is_loader = hasattr(type(target), "__iter__") and not hasattr(type(target), "__getitem__")
-            fresh = {} if is_loader else target.state_dict()
+            fresh = {} if _may_begin_iteration(target) else target.state_dict()
             get = plan.build(node, path, tensors_in(fresh, path))
             finish = plan.last if isinstance(target, ProcessGenerators) else plan.finish
             finish.append(lambda: target.load_state_dict(in_form_of(fresh, with_versions(fresh, get()))))
@@ -255,6 +253,15 @@ def _holds_nothing(target: Any) -> bool:
         items = target.values() if isinstance(target, Mapping) else target
         return bool(target) and all(map(_holds_nothing, items))
     return isinstance(target, torch.nn.Module) and not target.state_dict()
+
+
+def _may_begin_iteration(target: Any) -> bool:
+    """Return whether `target.state_dict()` may begin an iteration: torchdata's start workers, and one would not begin another.
+
+    An optimizer of several ones, such as torchtitan's, can be iterated over, too, and has tensors to read into.
+    """
+    is_iterable = hasattr(type(target), "__iter__") and not hasattr(type(target), "__getitem__")
+    return is_iterable and not isinstance(target, torch.optim.Optimizer)
 
 
 def _has_usual_form(optimizer: torch.optim.Optimizer) -> bool:

@@ -501,6 +501,35 @@ def test_tensors_of_a_dict_are_loaded_into_the_parts_of_sharded_ones(store):
         assert torch.equal(part, whole[name][len(part) :])
 
 
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers as one, whose state has the names of its parameters, as torchtitan's."""
+
+    def __init__(self, averages):
+        super().__init__([torch.zeros(1)], {})
+        self.averages = averages
+
+    def __iter__(self):
+        return iter([self])
+
+    def state_dict(self):
+        return {f"state.{name}.exp_avg": average for name, average in self.averages.items()}
+
+    def load_state_dict(self, state_dict):
+        self.given = state_dict
+
+
+def test_an_optimizer_of_several_which_can_be_iterated_over_gets_its_own_parts_of_sharded_tensors(store):
+    whole = torch.arange(80_000.0)
+    checkpoint = stored(store, {"optimizer": Optimizers({"weight": whole})})
+    with one_of(2, rank=1):
+        part = DTensor.from_local(torch.zeros(40_000), DeviceMesh("cpu", [0, 1]), [Shard(0)], run_check=False)
+        optimizer = Optimizers({"weight": part})
+        checkpoint.load_state({"optimizer": optimizer}, rank=1, world_size=2)
+        restored = optimizer.given["state.weight.exp_avg"]
+        assert isinstance(restored, DTensor)
+        assert torch.equal(restored.to_local(), whole[40_000:])
+
+
 @contextlib.contextmanager
 def one_of(world_size, rank):
     """Make this process one rank of a group of which the others do nothing."""
