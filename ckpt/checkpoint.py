@@ -279,7 +279,8 @@ class Checkpoint:
             ValueError: If `state` is no dict, or there is no such rank.
             StateMismatchError: If `state` has a name that the checkpoint lacks, or holds in another shape or dtype, or two
                 names of one parameter whose stored values differ.
-            RankLocalStateError: If values differed between ranks, the number of ranks has changed, and `rank_local` is None.
+            RankLocalStateError: If the number of ranks has changed, and values differed between ranks while `rank_local` is
+                None, or each rank stepped other parameters of an optimizer; one rank alone loads the states of all.
             CheckpointCorruptError: If the stored data differ from the committed ones.
             CheckpointNotFoundError: If the checkpoint holds no state, was pruned or never existed.
 

@@ -172,7 +172,9 @@ class Rounds:
         if decision is None or decision.plan == self._plan:
             return
         if self._peers.rank == 0:
-            parts = [[[write.shard, write.start, write.stop] for write in writes] for writes in self._planner.writes]
+            parts = [
+                [[write.shard, write.start, write.stop, write.holders] for write in writes] for writes in self._planner.writes
+            ]
             self._peers.scatter(f"{topic}/plan", [json.dumps(part).encode() for part in parts])
         self.writes = [WriteItem(*fields) for fields in json.loads(self._peers.scattered(f"{topic}/plan"))]
         self._plan = decision.plan

@@ -159,6 +159,7 @@ class StateIndex:
         values: The values by name; a name of which only one rank has a value ends with "@rank<r>".
         arrays: The names of the tensors that were NumPy arrays, scalars or lists of scalars, with the kind of each.
         orders: The order of the keys in each dict whose keys `paths` yields in a different order.
+        holders: The ranks that had a tensor, by its name, where others that reported a state did not have it.
 
     """
 
@@ -168,6 +169,7 @@ class StateIndex:
     values: Mapping[str, ValueEntry]
     arrays: Mapping[str, ArrayKind] = field(default_factory=dict)
     orders: tuple[KeyOrder, ...] = ()
+    holders: Mapping[str, Counts] = field(default_factory=dict)
 
     def paths(self) -> Iterator[tuple[str, tuple[Step, ...]]]:
         """Yield the name and the path of every tensor and value."""
@@ -186,6 +188,8 @@ class StateIndex:
             body["arrays"] = self.arrays
         if self.orders:
             body["orders"] = [fields_of(order) for order in self.orders]
+        if self.holders:
+            body["holders"] = self.holders
         return body
 
     def encode(self) -> bytes:
@@ -199,11 +203,13 @@ class StateIndex:
         values: dict[str, ValueEntry] = {}
         arrays: dict[str, ArrayKind] = {}
         orders: dict[int, list[KeyOrder]] = {}
+        holders: dict[str, Counts] = {}
         for rank, part in enumerate(parts):
             if part is None:
                 continue
             orders[rank] = [decode(KeyOrder, fields, f"rank {rank}", _WHAT_OF_RANK) for fields in part.get("orders", [])]
             arrays.update(part.get("arrays", {}))
+            holders.update({name: tuple(ranks) for name, ranks in part.get("holders", {}).items()})
             for name, fields in part["tensors"].items():
                 tensors.setdefault(name, {**fields, "chunks": []})["chunks"] += fields["chunks"]
             for name, fields in part["values"].items():
@@ -213,7 +219,7 @@ class StateIndex:
         merged = cls(
             len(parts), block_bytes, known, values, {name: arrays[name] for name in (*known, *values) if name in arrays}
         )
-        return replace(merged, orders=needed_orders((path for _, path in merged.paths()), orders))
+        return replace(merged, orders=needed_orders((path for _, path in merged.paths()), orders), holders=holders)
 
     @classmethod
     def decode(cls, data: bytes, where: str, file_bytes: Mapping[str, int]) -> "StateIndex":

@@ -76,12 +76,14 @@ class WriteItem:
         shard: The shard's number among those of its rank.
         start: The first row.
         stop: The row after the last.
+        holders: The ranks that alone have the tensor in their states; None for all that report a state.
 
     """
 
     shard: int
     start: int
     stop: int
+    holders: tuple[int, ...] | None = None
 
 
 def plan_writes(shards: Sequence[Sequence[TensorShard]]) -> list[list[WriteItem]]:

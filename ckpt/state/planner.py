@@ -27,6 +27,7 @@ class StateDescription:
         samples: By module and optimizer, a digest of which parts of some tensors this rank has, and one of some elements of
             these parts, which count as equal on all ranks that have the same ones.
         epochs: The epochs of loaders that share one order among the ranks.
+        partless: The names of the DTensors in its state of which it has no part, with `shards`.
 
     """
 
@@ -36,11 +37,12 @@ class StateDescription:
     parts: Mapping[str, str] = field(default_factory=dict)
     samples: Mapping[str, Sequence[str]] = field(default_factory=dict)
     epochs: Mapping[str, int] = field(default_factory=dict)
+    partless: Sequence[str] = field(default_factory=list)
 
     def fields(self) -> list[Any]:
         """Return a form that JSON can represent."""
         shards = None if self.shards is None else [shard.encode() for shard in self.shards]
-        return [self.values, self.tensors, shards, self.parts, self.samples, self.epochs]
+        return [self.values, self.tensors, shards, self.parts, self.samples, self.epochs, self.partless]
 
     @classmethod
     def of_fields(cls, fields: Sequence[Any]) -> "StateDescription":
@@ -72,6 +74,7 @@ class StatePlanner:
     def __init__(self) -> None:
         self._shards: dict[int, list[TensorShard]] = {}
         self._parts: dict[int, Mapping[str, str]] = {}
+        self._partless: dict[int, Sequence[str]] = {}
         self._described = 0
         self._planned_for: tuple[Any, ...] | None = None
         self._plan = 0
@@ -95,6 +98,7 @@ class StatePlanner:
         for rank, of_rank in states.items():
             if of_rank.shards is not None:
                 self._shards[rank], self._parts[rank] = of_rank.shards, of_rank.parts
+                self._partless[rank] = of_rank.partless
                 self._described += 1
         values = {rank: of_rank.values for rank, of_rank in states.items()}
         self._check_parts(list(states))
@@ -107,9 +111,8 @@ class StatePlanner:
         digests, own_values = _compare(values)
         wanted = (self._described, tuple(own_tensors), *states)
         if wanted != self._planned_for:
-            self.writes = plan_writes(
-                [self._stored_by(rank, set(own_tensors)) if rank in states else [] for rank in range(len(described))]
-            )
+            shards = [self._stored_by(rank, set(own_tensors)) if rank in states else [] for rank in range(len(described))]
+            self.writes = self._with_holders(plan_writes(shards), shards, set(states))
             self._planned_for = wanted
             self._plan += 1
         writers = {name: min(by_rank) for name, by_rank in digests.items() if 0 not in by_rank and name not in own_values}
@@ -118,6 +121,20 @@ class StatePlanner:
     def _stored_by(self, rank: int, own: Collection[str]) -> list[TensorShard]:
         shards = self._shards[rank]
         return [replace(shard, name=rank_name(shard.name, rank)) if shard.name in own else shard for shard in shards]
+
+    def _with_holders(
+        self, writes: Sequence[Sequence[WriteItem]], shards: Sequence[Sequence[TensorShard]], ranks: Collection[int]
+    ) -> list[list[WriteItem]]:
+        """Return `writes` with the holders of each tensor under a shared name that not all `ranks` have."""
+        holders: dict[str, set[int]] = defaultdict(set)
+        for rank in ranks:
+            for name in (*(shard.name for shard in shards[rank]), *self._partless[rank]):
+                holders[name].add(rank)
+        some = {name: tuple(sorted(it)) for name, it in holders.items() if len(it) < len(ranks) and rank_of(name) is None}
+        return [
+            [replace(write, holders=some.get(of_rank[write.shard].name)) for write in of_writes]
+            for of_rank, of_writes in zip(shards, writes, strict=True)
+        ]
 
     def _check_parts(self, ranks: Sequence[int]) -> None:
         """Refuse a module or optimizer that has other parts on another rank: under one name, all ranks must have the same."""

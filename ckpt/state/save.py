@@ -55,6 +55,7 @@ class StateSnapshot:
         orders: The order of the keys in its dicts.
         samples: Digests of some of the tensors that count as equal on all ranks, by module and optimizer.
         epochs: The epochs of loaders that share one order among the ranks.
+        partless: The names of the DTensors of which this rank has no part.
 
     """
 
@@ -68,6 +69,7 @@ class StateSnapshot:
     orders: Sequence[KeyOrder]
     samples: Mapping[str, Sequence[str]]
     epochs: Mapping[str, int]
+    partless: Sequence[str]
 
     def describe(self) -> StateDescription:
         """Return the description for rank 0, with the structure only if it changed; the caller must send it."""
@@ -75,7 +77,7 @@ class StateSnapshot:
         if not self.saver.record_described(self):
             return StateDescription(values, self.digests, samples=self.samples, epochs=self.epochs)
         parts = {name: _digest_names(of_part) for name, of_part in self.parts.items()}
-        return StateDescription(values, self.digests, self.shards, parts, self.samples, self.epochs)
+        return StateDescription(values, self.digests, self.shards, parts, self.samples, self.epochs, self.partless)
 
     def stage_early(self) -> None:
         """Stage by the plan of the previous report, while the ranks agree; `stage` checks whether it is still valid."""
@@ -115,7 +117,7 @@ class StateSaver:
         self._world_size = world_size
         self._describer = Describer()
         self._sampler = ReplicaSampler()
-        self._described: tuple[list[TensorShard], dict[str, Sequence[object]]] | None = None
+        self._described: tuple[list[TensorShard], dict[str, Sequence[object]], Sequence[str]] | None = None
         self._plan = 0
         self._writes: Sequence[WriteItem] = []
         self._buffer: StagingBuffer | None = None
@@ -138,6 +140,7 @@ class StateSaver:
         compared: list[Leaf] = []
         shards: list[TensorShard] = []
         tensors: list[torch.Tensor] = []
+        partless: list[str] = []
         for leaf in found.leaves:
             unowned = not isinstance(leaf.value, torch.Tensor) or is_unowned(leaf)
             if unowned and (not isinstance(leaf.value, torch.Tensor) or is_small(leaf.value)):
@@ -145,13 +148,17 @@ class StateSaver:
                 continue
             if unowned and self._world_size > 1 and rank_of(leaf.name) is None:
                 compared.append(leaf)
-            if (described := self._describer.describe(leaf)) is not None:
+            if (described := self._describer.describe(leaf)) is None:
+                partless.append(leaf.name)
+            else:
                 shards.append(described[0])
                 tensors.append(described[1])
         self._warn_of_costs(compared)
         samples = self._sampler.sample(found.leaves, found.parts) if self._world_size > 1 else {}
         values, digests = capture_values(plain), digest_tensors(compared)
-        return StateSnapshot(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples, found.epochs)
+        return StateSnapshot(
+            *(self, shards, tensors, values, digests, found.parts, arrays, found.orders, samples, found.epochs, partless)
+        )
 
     def _warn_of_costs(self, compared: Sequence[Leaf]) -> None:
         """Log once, on rank 0, that large tensors are compared, as those of a `state_dict()` are, and what to give instead."""
@@ -170,7 +177,7 @@ class StateSaver:
 
     def record_described(self, snapshot: StateSnapshot) -> bool:
         """Record the structure as described, and return whether it differs from the one before."""
-        structure = (snapshot.shards, snapshot.parts)
+        structure = (snapshot.shards, snapshot.parts, snapshot.partless)
         if structure == self._described:
             return False
         self._described = structure
@@ -245,7 +252,7 @@ class StagedState:
             digests = pool.submit(self._digest_blocks)
             moved = list(pool.map(put, files, files.values()))
             entries = self._tensor_entries(digests.result()), self._value_entries(encoded)
-            index = StateIndex(1, BLOCK_BYTES, *entries, self.arrays, tuple(self.orders))
+            index = StateIndex(1, BLOCK_BYTES, *entries, self.arrays, tuple(self.orders), self._holders())
             registered.result()
         return [FileEntry(path, sent.bytes, sent.digest, self.rank) for path, sent in zip(files, moved, strict=True)], index
 
@@ -269,6 +276,9 @@ class StagedState:
             chunks[shard.name].append(chunk)
             shards[shard.name] = shard
         return {name: TensorEntry(shard.path, shard.dtype, shard.shape, tuple(chunks[name])) for name, shard in shards.items()}
+
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        return {self.shards[write.shard].name: tuple(write.holders) for write in self.writes if write.holders is not None}
 
     def _value_entries(self, encoded: Mapping[str, bytes]) -> dict[str, ValueEntry]:
         entries: dict[str, ValueEntry] = {}

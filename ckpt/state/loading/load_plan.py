@@ -98,6 +98,7 @@ class LoadPlan:
         self._world_size = world_size
         self._redistribute = redistribute
         self._of_ranks: list[str] = []
+        self._of_some: list[str] = []
 
     def tree(self) -> Node:
         """Return the root of all that is stored."""
@@ -108,7 +109,8 @@ class LoadPlan:
 
         Raises:
             StateMismatchError: If there are problems, naming the first three.
-            RankLocalStateError: If values were each rank's own, and another number of ranks stored them.
+            RankLocalStateError: If values were each rank's own, or an optimizer's tensors only some ranks', and another number
+                of ranks stored them.
 
         """
         if self.problems:
@@ -123,6 +125,13 @@ class LoadPlan:
                 f"{', '.join(self._of_ranks[:_MOST_LISTED])} differed between the {self._index.world_size} ranks that stored "
                 f"{self._reader.where}, and now there are {self._world_size}: give load_state(..., rank_local=function), leave "
                 "them out of the state to load into, or run on as many ranks"
+            )
+
+        if self._of_some:
+            raise RankLocalStateError(
+                f"only some of the {self._index.world_size} ranks that stored {self._reader.where} had "
+                f"{', '.join(self._of_some[:_MOST_LISTED])}, and now there are {self._world_size}, of which nothing says who "
+                "steps what: leave the optimizer out of the state to load into, or run on as many ranks"
             )
 
     def attempt(self, planned: Callable[[], None]) -> bool:
@@ -168,9 +177,26 @@ class LoadPlan:
 
     def has_any(self, node: Node) -> bool:
         """Return whether any value at or below `node` is for this rank: other ranks may have had more items in a container."""
+        shared = node.names.get(None)
+        if shared is not None and self._is_held(shared):
+            return True
         if node.names and self._index.world_size != self._world_size:
-            return None in node.names or self._redistribute is not None
-        return self._rank in node.names or None in node.names or any(map(self.has_any, node.children.values()))
+            return self._redistribute is not None and shared is None
+        return self._rank in node.names or any(map(self.has_any, node.children.values()))
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether this rank had the tensor `name`, as all ranks had most; one rank alone is all of them."""
+        holders = self._index.holders.get(name)
+        as_many = self._index.world_size == self._world_size
+        return holders is None or self._world_size == 1 or (as_many and self._rank in holders)
+
+    def check_held(self, node: Node, path: Path, ranks: set[int | None]) -> None:
+        """Refuse a load on another number of ranks if only some of `ranks`, of which None is all, had a tensor in `node`."""
+        names = [name for name in node.names.values() if name in self._index.holders and not self._is_held(name)]
+        if self._index.world_size != self._world_size and any({*self._index.holders[name]} != ranks for name in names):
+            self._of_some.append(path_name(path))
+        for step, child in node.children.items():
+            self.check_held(child, (*path, step_of(step)), ranks)
 
     def is_one_value(self, node: Node) -> bool:
         """Return whether this rank has a tensor or value at `node` itself, which may be a container on other ranks."""

@@ -69,11 +69,13 @@ def _read_states(
 ) -> dict[Any, Get]:
     """Plan to read the state of each parameter, by its number."""
     numbers = {name: number for number, name in enumerate(names)}
+    ranks = {rank for options in _groups(plan, node).values() for rank in options.children["params"].names}
     states: dict[Any, Get] = {}
     for name, of_parameter in _children(node, "state").items():
         if plan.is_of_others(of_parameter):
             continue
         where, number = (*path, "state", name), numbers.get(name)
+        plan.check_held(of_parameter, where, ranks)  # who does not step a parameter would store an old state of it
         like = {} if number is None else _state_like(plan, optimizer, *parameters[number], of_parameter, where)
         states[name if number is None else number] = plan.build(of_parameter, where, like)
     return states

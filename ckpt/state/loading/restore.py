@@ -221,7 +221,10 @@ class _Restore:
                 self._fill_once(state[key], node.children[name], (*path, name))
             else:
                 self.item(state, key, node, path, name)
-        unknown = (key for key in node.children.keys() - names.keys() if not self._plan.is_of_others(node.children[key]))
+        is_own = not self._plan.is_of_others(node)  # else what another rank had is asked for
+        unknown = (
+            key for key in node.children.keys() - names.keys() if not (is_own and self._plan.is_of_others(node.children[key]))
+        )
         for unexpected in sorted(str(key) for key in unknown):
             self._plan.problems.append(
                 f"{path_name((*path, unexpected))!r} is in the checkpoint and not in the module: give its state_dict() to load "

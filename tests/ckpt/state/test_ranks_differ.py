@@ -1,5 +1,6 @@
 """States whose ranks differ in what they hold, and tensors that cannot be stored or loaded into."""
 
+import contextlib
 import copy
 
 import numpy as np
@@ -672,3 +673,79 @@ def test_a_module_at_another_path_on_another_rank_is_refused(store):
     errors = report(store, lambda rank: {"it": {0: torch.nn.Linear(3, 3)} if rank else [torch.nn.Linear(3, 3)]})
     assert [type(error) for error in errors] == [ReportMismatchError] * 2
     assert "is at the path ['it', 0, 'weight'] of rank 1's state but at ['it', [0], 'weight'] of rank 0's" in str(errors[0])
+
+
+def stepping(rank, fill):
+    """Return a model and an optimizer that steps one of its parameters on each rank, as the distributed Muon."""
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    parameter = [*model.parameters()][rank]
+    optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, fill)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_the_state_of_a_parameter_that_one_rank_alone_steps_is_no_other_ranks_after_a_resume(store):
+    assert report(store, lambda rank: stepping(rank, 1.0)) == [None, None]
+    resumed = [load(store, stepping(rank, 0.0), rank) for rank in range(2)]
+    for rank, state in enumerate(resumed):
+        ((parameter, of_parameter),) = state["optimizer"].state.items()
+        assert parameter is [*state["model"].parameters()][rank]
+        assert of_parameter["momentum_buffer"].unique().tolist() == [1]
+        of_parameter["momentum_buffer"].fill_(2.0)
+    assert report(store, lambda rank: resumed[rank]) == [None, None]
+    whole = load(store, stepping(0, 0.0), world_size=1)["optimizer"]
+    assert [it["momentum_buffer"].unique().tolist() for it in whole.state.values()] == [[2], [2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"rank_local": lambda _name, values, *_: values[0]}])
+def test_an_optimizer_that_steps_other_parameters_on_each_rank_is_refused_on_another_number_of_ranks(store, options):
+    assert report(store, lambda rank: stepping(rank, 1.0)) == [None, None]
+    with pytest.raises(RankLocalStateError, match=r"only some of the 2 ranks .* had optimizer\.state\.\w+\.momentum_buffer"):
+        load(store, stepping(0, 0.0), world_size=3, **options)
+
+
+@contextlib.contextmanager
+def one_of(world_size, rank):
+    """Make this process one rank of a group of which the others do nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def one_row(rank, fill):
+    """Return a layer whose weight has one row, of which rank 1 has no part, and its optimizer."""
+    layer = torch.nn.Linear(8, 1, bias=False)
+    part, mesh = torch.full((1 - rank, 8), fill), DeviceMesh("cpu", [0, 1])
+    layer.weight = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=(1, 8), stride=(8, 1)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1, momentum=0.9)
+    optimizer.state[layer.weight]["momentum_buffer"] = layer.weight.detach().clone()
+    return {"layer": layer, "optimizer": optimizer}
+
+
+def test_a_rank_without_a_part_of_an_optimizers_sharded_tensor_has_it_nevertheless(store):
+    states = []
+    for rank in range(2):
+        with one_of(2, rank):
+            states.append(one_row(rank, 1.0))
+    assert report(store, lambda rank: states[rank]) == [None, None]
+    with one_of(2, rank=1):
+        state = one_row(1, 0.0)
+        state["optimizer"].state.clear()
+        load(store, state, rank=1)
+        assert "momentum_buffer" in state["optimizer"].state[state["layer"].weight]
+
+
+def test_a_sharded_tensor_of_other_ranks_is_no_new_item_of_a_dict(store):
+    states = []
+    for rank in range(2):
+        with one_of(2, rank):
+            tensor = DTensor.from_local(torch.ones(4), DeviceMesh("cpu", [rank]), [Shard(0)], run_check=False)
+            states.append({"ema": {f"layer{rank}": tensor}})
+    assert report(store, lambda rank: states[rank]) == [None, None]
+    for rank, state in enumerate(states):
+        assert load(store, state, rank)["ema"].keys() == {f"layer{rank}"}
+        assert load(store, {"ema": {}}, rank)["ema"].keys() == {f"layer{rank}"}
+    assert load(store, {"ema": {"layer0": torch.zeros(4)}}, world_size=3)["ema"].keys() == {"layer0"}
+    assert load(store, {"ema": {}}, world_size=1)["ema"].keys() == {"layer0", "layer1"}
