@@ -262,6 +262,9 @@ class Checkpoint:
         can be iterated over, but has no items by index or key, such as a data loader, `state_dict()` is not called, since it
         may begin an iteration; of an optimizer it always is.
 
+        An optimizer keeps its own `foreach`, `fused` and `capturable`, which say how a step is computed: another sharding or
+        device may need others.
+
         On GPUs it waits for the work that this thread has queued on the current streams; these must wait for work on other
         streams before the call. Afterwards every stream sees the values. A tensor below a name for which `state` holds none,
         such as an item of an empty dict, is built on the CPU.

@@ -12,6 +12,7 @@ from prefect_torch.ckpt.state.plan import path_name
 from .load_plan import Get, LoadPlan, Node, Path, step_of, tensors_in
 from .targets import undo_casts
 
+_HOW = ("foreach", "fused", "capturable")  # how a step is computed, which its devices and sharding decide
 Names: TypeAlias = Callable[[], Sequence[str | int]]
 
 
@@ -41,7 +42,7 @@ def restore_optimizer(plan: LoadPlan, optimizer: torch.optim.Optimizer, names: S
 
     def load() -> None:
         restored = {number: get() for number, get in states.items()}
-        loaded = [{**get(), "params": group["params"]} for get, group in zip(groups, _numbered(optimizer), strict=True)]
+        loaded = [{**get(), **own} for get, own in zip(groups, _own_options(optimizer), strict=True)]
         given = {**restored}  # ZeroRedundancyOptimizer removes the states of parameters that other ranks step
         optimizer.load_state_dict({**{key: get() for key, get in more.items()}, "state": given, "param_groups": loaded})
         for number, (parameter, _) in enumerate(parameters):
@@ -165,6 +166,12 @@ def _state_like(
 def _options_of(group: Mapping[str, Any], path: Path) -> dict[Path, torch.Tensor]:
     """Return the tensors into which a parameter group's options, such as `lr`, are read: its own."""
     return tensors_in({name: value for name, value in group.items() if name != "params"}, path)
+
+
+def _own_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what a load leaves as it is in each group: the parameters, as numbers, and how a step is computed."""
+    groups = zip(_numbered(optimizer), optimizer.param_groups, strict=True)
+    return [{**numbered, **{name: group[name] for name in _HOW if name in group}} for numbered, group in groups]
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -530,6 +530,17 @@ def test_an_optimizer_of_several_which_can_be_iterated_over_gets_its_own_parts_o
         assert torch.equal(restored.to_local(), whole[40_000:])
 
 
+def test_how_an_optimizer_computes_a_step_is_for_the_program_that_loads(store):
+    def make(lr, **how):
+        model = torch.nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=lr, **how)}
+
+    fresh = make(0.1, foreach=False)
+    stored(store, make(0.5, capturable=True)).load_state(fresh)
+    (group,) = fresh["optimizer"].param_groups
+    assert (group["lr"], group["foreach"], group["capturable"]) == (0.5, False, False)
+
+
 @contextlib.contextmanager
 def one_of(world_size, rank):
     """Make this process one rank of a group of which the others do nothing."""
