@@ -26,7 +26,8 @@ def clean_metrics(metrics: Mapping[str, object], *, read: bool = True) -> Metric
             checked, and become None.
 
     Raises:
-        ValueError: For anything else (arrays, tensors with a shape, lists, objects), naming the metric.
+        ValueError: For anything else (arrays, tensors with a shape, DTensors that are partial sums, lists, objects), naming the
+            metric.
 
     """
     if not isinstance(metrics, Mapping):
@@ -59,6 +60,7 @@ def _clean_value(value: object, name: str, *, read: bool) -> MetricValue:
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # mypy does not narrow on `type(x) in`
     if has_item(value):
+        _check_has_sum(value, f"metric {name!r}")
         if not read:
             return None
         try:
@@ -88,6 +90,16 @@ def _show_shape(value: Any) -> str:
 def has_item(value: object) -> bool:
     """Return whether `value` is a numpy scalar, or a 0-d array or tensor."""
     return hasattr(value, "item") and getattr(value, "ndim", None) == 0
+
+
+def _check_has_sum(value: Any, what: str) -> None:
+    """Raise ValueError for a DTensor that is a partial sum, such as a norm of a sharded one: `item()` is this rank's part."""
+    placements = getattr(value, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"{what} is a DTensor with the placements {placements}, whose parts are still to be reduced: give its "
+            "full_tensor(), which every rank must call"
+        )
 
 
 def find_metric(metrics: Metrics, attribute: str) -> MetricValue:
@@ -181,12 +193,20 @@ def numbers_in(metrics: Metrics) -> Iterator[tuple[str, int | float]]:
 
 
 def with_numbers(value: object) -> object:
-    """Return `value` with numpy scalars, 0-d arrays and 0-d tensors in its dicts and lists as Python numbers."""
+    """Return `value` with numpy scalars, 0-d arrays and 0-d tensors in its dicts and lists as Python numbers.
+
+    Raises:
+        ValueError: If a tensor is a DTensor whose parts are still to be reduced.
+
+    """
     if isinstance(value, Mapping):
         return {name: with_numbers(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [with_numbers(item) for item in value]
-    return value.item() if has_item(value) else value  # type: ignore[attr-defined]  # as `has_item` says
+    if not has_item(value):
+        return value
+    _check_has_sum(value, "the value")
+    return value.item()  # type: ignore[attr-defined]  # as `has_item` says
 
 
 def to_json(value: object) -> object:

@@ -6,9 +6,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect_torch.ckpt.runs.metrics import clean_metrics, find_metric, flatten_metrics, from_json, to_json
+from prefect_torch.ckpt.runs.metrics import clean_metrics, find_metric, flatten_metrics, from_json, to_json, with_numbers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 nested = st.recursive(
@@ -182,3 +186,25 @@ def test_an_integer_that_nobody_can_print_is_refused():
     assert clean_metrics({"m": 2**13_999}) == {"m": 2**13_999}
     with pytest.raises(ValueError, match="metric 'a/m' is an integer of 16610 bits, and 14000 are the most"):
         clean_metrics({"a": {"m": 10**5000}})
+
+
+@pytest.fixture
+def mesh():
+    """Return a mesh of two ranks, of which this process is the first and the other does nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield DeviceMesh("cpu", [0, 1])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_partial_sum_is_no_number_on_any_rank(mesh, read):
+    part = DTensor.from_local(torch.tensor(1.0), mesh, [Partial()], run_check=False)
+    with pytest.raises(ValueError, match=r"metric 'norm' is a DTensor with .* still to be reduced: give its full_tensor\(\)"):
+        clean_metrics({"norm": part}, read=read)
+    with pytest.raises(ValueError, match="still to be reduced"):
+        with_numbers({"norm": [part]})
+
+
+def test_a_sum_that_every_rank_has_is_a_number(mesh):
+    whole = DTensor.from_local(torch.tensor(1.0), mesh, [Replicate()], run_check=False)
+    assert clean_metrics({"norm": whole}) == with_numbers({"norm": whole}) == {"norm": 1.0}
