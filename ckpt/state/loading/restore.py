@@ -214,8 +214,9 @@ class _Restore:
             for key, name in clean_names(module, state).items()
         }
         has_new, resizable = False, keys_of(resizable_buffers(module), module, state)
+        any_form = resizable | {key for key in state if is_extra_state(key) or isinstance(state[key], list)}
         for name, key in names.items():
-            if (is_extra_state(key) or key in resizable) and name in node.children:
+            if key in any_form and name in node.children:
                 has_new = self._restore_any_form(state, key, node.children[name], (*path, name)) or has_new
             elif isinstance(state[key], torch.Tensor) and name in node.children:
                 self._fill_once(state[key], node.children[name], (*path, name))
@@ -234,11 +235,12 @@ class _Restore:
             self._plan.finish.append(_loads(module, state, path))
 
     def _restore_any_form(self, state: MutableMapping[str, Any], key: str, node: Node, path: Path) -> bool:
-        """Plan the load of a module's extra state or resizable buffer; return whether `state[key]` is replaced.
+        """Plan the load of a module's extra state, list or resizable buffer; return whether `state[key]` is replaced.
 
-        Its stored form may differ from that of a fresh module: it may be the pickled bytes of what the module has counted, or
-        one scale for each channel, where FakeQuantize has a single scale until its first batch. Containers are new: the fresh
-        ones may be the module's own, which it may clear before it takes the items of those that it is given.
+        Its stored form may differ from that of a fresh module: it may be the pickled bytes of what the module has counted, the
+        batches of a metric, or one scale for each channel, where FakeQuantize has a single scale until its first batch.
+        Containers are new: the fresh ones may be the module's own, which it may clear before it takes the items of those that
+        it is given.
         """
         plan = self._plan
         if isinstance(state[key], torch.Tensor) and plan.attempt(lambda: self._fill(state[key], node, path)):

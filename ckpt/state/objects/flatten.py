@@ -19,9 +19,9 @@ from .parameters import (
     check_not_flat,
     clean_names,
     is_by_parameter,
-    is_extra_state,
     joined_names,
     keys_of,
+    own_keys,
     renamed_optimizer_state,
     unwrap,
 )
@@ -192,14 +192,14 @@ class _Walk:
             check_not_flat(module, at.name)
         state = module.state_dict()
         buffers = keys_of(dict(module.named_buffers(remove_duplicate=False)), module, state)
-        names = clean_names(module, state)
+        names, own = clean_names(module, state), own_keys(module, state)
         for key, value in state.items():
             name = names[key]
-            is_extra = is_extra_state(key)  # nothing makes it equal on all ranks
-            of_module = _At(f"{at.name}.{name}", (*at.path, name), not is_extra, at.rank_local, of_object=is_extra)
+            is_added = key not in own
+            of_module = _At(f"{at.name}.{name}", (*at.path, name), not is_added, at.rank_local, of_object=is_added)
             if isinstance(value, torch.Tensor) or is_plain(value) or array_kind(value) is not None:
                 self._take(value, of_module, by_first=key in buffers)
-            elif isinstance(value, (Mapping, list)):  # from get_extra_state()
+            elif isinstance(value, (Mapping, list)):  # from get_extra_state(), or a metric's batches
                 self.visit(value, of_module)
             else:
                 kind = type(value).__name__

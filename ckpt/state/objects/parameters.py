@@ -183,6 +183,18 @@ def keys_of(tensors: Mapping[str, torch.Tensor], module: torch.nn.Module, state:
     return same | {key for key in renamed if isinstance(state[key], torch.Tensor) and place_of(state[key]) in places}
 
 
+def own_keys(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Return the keys in `state`, a module's `state_dict()`, of its parameters and buffers, and of what lies in their memory.
+
+    What a module adds to its `state_dict()` beside these, such as the counts of torchmetrics, nothing makes equal on all ranks.
+    """
+    tensors = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
+    added = state.keys() - tensors.keys()
+    storages = {place_of(tensor).storage for tensor in tensors.values()} if added else set()
+    in_memory = {key for key in added if isinstance(state[key], torch.Tensor) and place_of(state[key]).storage in storages}
+    return (state.keys() - added) | in_memory
+
+
 def _prefixes_of_ddp(module: torch.nn.Module) -> list[tuple[str, str]]:
     """Return the prefixes of the names that DDP wraps within `module`, with and without DDP's part; the inner ones first."""
     parts = module.named_modules(remove_duplicate=False)

@@ -749,3 +749,39 @@ def test_a_sharded_tensor_of_other_ranks_is_no_new_item_of_a_dict(store):
         assert load(store, {"ema": {}}, rank)["ema"].keys() == {f"layer{rank}"}
     assert load(store, {"ema": {"layer0": torch.zeros(4)}}, world_size=3)["ema"].keys() == {"layer0"}
     assert load(store, {"ema": {}}, world_size=1)["ema"].keys() == {"layer0", "layer1"}
+
+
+class Evaluated(torch.nn.Linear):
+    """A module with counts beside its parameters, which its `state_dict()` has as torchmetrics' has its persistent ones."""
+
+    def __init__(self, counts=(0.0, 0.0), batches=()):
+        super().__init__(2, 2)
+        self.counts = {name: torch.tensor(count) for name, count in zip(("hits", "misses"), counts, strict=True)}
+        self.batches = [*batches]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": count.clone() for name, count in self.counts.items()})
+        destination[f"{prefix}batches"] = [*self.batches]
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        self.counts = {name: state_dict.pop(f"{prefix}{name}") for name in self.counts}
+        self.batches = state_dict.pop(f"{prefix}batches")
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def test_what_a_module_counts_beside_its_parameters_and_buffers_is_each_ranks_own(store):
+    models = [
+        torch.nn.Sequential(Evaluated((3.0, 1.0), [torch.ones(2), torch.ones(1)])),
+        torch.nn.Sequential(Evaluated((5.0, 2.0), [torch.zeros(2), torch.ones(2), torch.ones(7)])),
+    ]
+    with torch.no_grad():
+        for mine, first in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            mine.copy_(first)
+    assert report(store, lambda rank: {"model": models[rank]}) == [None, None]
+    for rank, model in enumerate(models):
+        fresh = torch.nn.Sequential(Evaluated(batches=[torch.ones(4)]))
+        load(store, {"model": fresh}, rank)
+        check_equal(fresh[0].counts, model[0].counts)
+        check_equal(fresh[0].batches, model[0].batches)
+        assert torch.equal(fresh[0].weight, models[0][0].weight)
