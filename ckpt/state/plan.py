@@ -205,7 +205,8 @@ def _check_whole(shards: Sequence[Sequence[TensorShard]]) -> None:
         if sum(parts.values()) != math.prod(shapes[name]):
             raise ReportMismatchError(
                 f"the ranks' parts of {name!r} hold {sum(parts.values())} of its {math.prod(shapes[name])} elements: "
-                "report the state on every rank that has a part, sharded in one way"
+                "report the state on every rank that has a part, sharded in one way, under one name (f'stage{number}' of a "
+                "pipeline's stage, not of the rank) and not in RankLocal, which holds what one rank has alone"
             )
         if not lie_apart(shapes[name], [*parts]):
             raise ReportMismatchError(f"the ranks' parts of {name!r} overlap: shard it in one way on every rank")

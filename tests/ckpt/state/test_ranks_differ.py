@@ -785,3 +785,16 @@ def test_what_a_module_counts_beside_its_parameters_and_buffers_is_each_ranks_ow
         check_equal(fresh[0].counts, model[0].counts)
         check_equal(fresh[0].batches, model[0].batches)
         assert torch.equal(fresh[0].weight, models[0][0].weight)
+
+
+@pytest.mark.parametrize("form", [lambda rank, stage: {f"stage{rank}": stage}, lambda _, stage: {"stage": RankLocal(stage)}])
+def test_a_sharded_stage_under_a_name_of_each_rank_is_refused_with_the_name_to_give(store, form):
+    stages = []
+    for rank in range(2):
+        with one_of(2, rank):
+            stages.append(DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Shard(0)], run_check=False))
+    for error in report(store, lambda rank: form(rank, {"w": stages[rank]})):
+        assert isinstance(error, ReportMismatchError)
+        assert "hold 2 of its 4 elements" in str(error)
+        assert "under one name (f'stage{number}' of a pipeline's stage, not of the rank) and not in RankLocal" in str(error)
+    assert report(store, lambda rank: {"stage0": {"w": stages[rank]}}) == [None, None]
