@@ -1,7 +1,7 @@
 """The result of a training, read from its storage: while it runs, when it has completed, and when it has failed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch.ckpt import Checkpoint, CheckpointCorruptError, CheckpointStore, RetentionPolicy
@@ -33,7 +33,7 @@ class TrainingFailedError(RuntimeError):
     """The error of a training as its storage records it; `train` itself raises the original error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # with slots, Python before 3.12 would replace `__setstate__`
 class Result:
     """The outcome of a training.
 
@@ -71,6 +71,11 @@ class Result:
     resumed_from: str | None = None
     return_value: Any = None
     first_attempt: int = 1
+
+    def __setstate__(self, state: "list[object] | dict[str, object]") -> None:
+        """Restore a pickle, also one of version 0.1: a list of its fields; later fields get their defaults."""
+        given = state if isinstance(state, dict) else dict(zip([it.name for it in fields(self)], state, strict=False))
+        self.__dict__.update({it.name: given.get(it.name, it.default) for it in fields(self)})
 
     @property
     def metrics_dataframe(self) -> "pd.DataFrame":

@@ -210,7 +210,7 @@ def test_names_and_arguments_exist(code):
     names = {**PUBLIC, **_imported(tree)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (owner := INSTANCES.get(ast.unparse(node.value))) is not None:
-            assert hasattr(owner, node.attr), ast.unparse(node)
+            assert hasattr(owner, node.attr) or node.attr in getattr(owner, "__dataclass_fields__", {}), ast.unparse(node)
         if isinstance(node, ast.Call):
             _check_call(node, names)
 

@@ -55,6 +55,7 @@ def test_what_a_pickle_of_0_1_holds_is_there():
     assert (checkpoint.id, checkpoint.step, checkpoint.store.run) == (manifest.id, 3, "run")
     result = pickle.loads(PICKLED["result"])
     assert (result.metrics, result.checkpoint.manifest, result.history[0].step) == ({"loss": 0.5}, manifest, 3)
+    assert result.first_attempt == 1
     assert pickle.loads(PICKLED["policy"]) == ckpt.RetentionPolicy(2, "loss", "min")
     assert pickle.loads(PICKLED["run_config"]).name == "run"
     assert pickle.loads(PICKLED["ref"]).checkpoint_id == manifest.id
